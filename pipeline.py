@@ -38,15 +38,15 @@ inner rank sends 2·m·bsh elements per step (interleaved: 2·v·m·bsh), and th
 
 The last two are for m ≥ p, and zero_bubble's for equally long F, I and W.
 
-Read section 1 for the idea (12 minutes), to section 4 for the technique (44), and the rest to use
+Read section 1 for the idea (12 minutes), to section 5 for the technique (44), and the rest to use
 it as a library (67).
 
 Run:      torchrun --nproc-per-node 2 pipeline.py --schedule zero_bubble
-          --idea trains with section 1 alone: --schedule gpipe or 1f1b
+          --idea trains with section 1 alone, which is GPipe
 Papers:   GPipe, arXiv 1811.06965; interleaved 1F1B, 2104.04473; zero bubble, 2401.10241
 Mirrors:  torch.distributed.pipelining, and its CSV files of schedules
-Left out: tied parameters, clipping, means over unmasked tokens (see parallel_3d.py); other shapes
-          in later steps; W for some layers (see can_wait())
+Left out: tied parameters and clipping (see parallel_3d.py); other shapes in later steps; W for some
+          layers (see can_wait())
 """
 
 import argparse
@@ -78,63 +78,44 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # --------------------------------------------------------------------------------------------------
-# 1. The idea: GPipe and 1F1B with blocking transfers. They differ in one number.
+# 1. The idea: GPipe, with transfers that wait. All micro-batches go forward, then all go back.
 
 
-def start_transfer(operation, tensor, peer, group):
-    """Start dist.isend or dist.irecv. Return the work to wait for."""
-    # Over NCCL, a bare isend would create a communicator for the two ranks.
-    single = dist.P2POp(operation, tensor.detach(), group=group, group_peer=peer)
-    return dist.batch_isend_irecv([single])[0]
+def send(tensor, peer, group):
+    device = device_to_send_from(tensor.device, group)
+    start_transfer(dist.isend, tensor.to(device), peer, group).wait()
 
 
-def transfer(operation, tensor, peer, group):
-    """Send or receive, and wait. Return the tensor, unchanged if there is no such rank."""
-    if 0 <= peer < dist.get_world_size(group):
-        start_transfer(operation, tensor, peer, group).wait()
-    return tensor
+def receive(like, peer, group):
+    received = torch.empty_like(like, device=device_to_send_from(like.device, group))
+    start_transfer(dist.irecv, received, peer, group).wait()
+    return received.to(like.device)
 
 
-def blocking_step(name, stage, micro_batches, loss_fn, example_input, process_group=None):
-    """Forward and backward of micro_batches, a list of (input, target) of the same size.
-
-    Later stages take inputs like example_input. The last rank returns the mean loss.
-    """
-    m = len(micro_batches)
-    rank = dist.get_rank(process_group)
-    last = dist.get_world_size(process_group) - 1
-    # A turn is the forward of micro-batch `turn` and the backward of `turn - first_backward`. 1F1B:
-    # run a forward for each later rank, while micro-batch 0 visits them.
-    first_backward = {"gpipe": m, "1f1b": last - rank}[name]
-    saved = collections.deque()  # (input, output) of each micro-batch that awaits its backward
-    losses = []
-    for turn in range(m + first_backward):
-        if turn < m:
-            x, target = micro_batches[turn]
-            if rank > 0:
-                x = transfer(dist.irecv, torch.empty_like(example_input), rank - 1, process_group)
-                x.requires_grad_()
-            y = stage(x).contiguous()
-            if rank == last:
-                y = loss_fn(y, target) / m
-                losses.append(y.detach())
-            saved.append((x, y))
-        if turn >= first_backward:
-            old_x, old_y = saved.popleft()
-            # Send y later: in 1F1B, the next rank first sends this, and takes y in its next turn.
-            # Otherwise both would wait. The last rank receives nothing, and keeps the ones.
-            gradient = transfer(dist.irecv, torch.ones_like(old_y), rank + 1, process_group)
-        if turn < m:
-            transfer(dist.isend, y, rank + 1, process_group)
-        if turn >= first_backward:
-            old_y.backward(gradient)
-            transfer(dist.isend, old_x.grad, rank - 1, process_group)  # rank 0: None, to nobody
-    return torch.stack(losses).sum() if rank == last else None
+def gpipe_step(stage, micro_batches, loss_fn, like, group=None):
+    """micro_batches: (input, target) of the same size. Later stages take inputs like `like`."""
+    rank = dist.get_rank(group)
+    last = dist.get_world_size(group) - 1
+    saved = []  # (input, output) of each micro-batch
+    for inputs, target in micro_batches:
+        x = receive(like, rank - 1, group).requires_grad_() if rank > 0 else inputs
+        y = stage(x).contiguous()
+        if rank < last:
+            send(y, rank + 1, group)
+        else:
+            y = loss_fn(y, target) / len(micro_batches)
+        saved.append((x, y))
+    for x, y in saved:
+        y.backward(receive(y, rank + 1, group) if rank < last else None)
+        if rank > 0:
+            send(x.grad, rank - 1, group)
+    return torch.stack([y.detach() for _, y in saved]).sum() if rank == last else None
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. Schedules: a list of actions for each rank. Users see actions as strings, as in PyTorch: "2F0"
-#    is the forward of stage 2 on micro-batch 0.
+# 2. Schedules: a list of actions for each rank. 1F1B and the others have the same actions as GPipe,
+#    in another order. Users see actions as strings, as in PyTorch: "2F0" is the forward of stage 2
+#    on micro-batch 0.
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 
@@ -148,8 +129,18 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
 
+def parse(cells):
+    """Return a rank's actions: [Action(0, "F", 4), Action(7, "B", 0)] for ["0F4", None, "7B0"].
+
+    Communication is left out. "(0F4;7B0)OVERLAP_F_B" becomes two actions.
+    """
+    text = " ".join(map(str, cells))
+    found = re.findall(r"\b(\d+)([FBIW])(\d+)\b", text)
+    return [Action(int(stage), kind, int(i)) for stage, kind, i in found]
+
+
 def in_turns(stages, rounds, first_turn):
-    """Return a rank's actions in the order of section 1's loop.
+    """Return a rank's actions. In a turn it runs one forward and one backward (or I and W).
 
     In a table with a row for each turn, each kind has a column of actions, which begins in row
     first_turn[kind]. The rows are read from left to right.
@@ -173,8 +164,9 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
     # A round of p micro-batches (more if p does not divide m) passes all stages of a rank before
     # the next round: after p forwards, the first is back on this rank. It matters only if v > 1.
     rounds = torch.arange(m).tensor_split(max(1, m // p))
-    # Before its first backward, a rank runs the first round on its stages but the last, and a
-    # forward for each later rank, as in section 1 (interleaved: two, so messages may take a turn).
+    # A rank runs forwards until the first backward can run. These are the first round on its stages
+    # but the last, and then one for each later rank, while micro-batch 0 visits these ranks.
+    # Interleaved: two for each, so that messages may take a turn.
     before_last_stage = (v - 1) * len(rounds[0])
     for_each = 2 if name == "interleaved_1f1b" else 1
     schedule = []
@@ -193,6 +185,22 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
             actions.sort(key=lambda action: action.micro_batch)
         schedule.append(list(map(str, actions)))
     return schedule
+
+
+def input_of(action):
+    """Return the key of the message that an action takes: the action, written as B if it is I."""
+    return action._replace(kind="B") if action.kind == "I" else action
+
+
+def output_of(action):
+    """Return the key of the message that an action gives. W gives none.
+
+    Stage -1 is the caller of step(), who takes the gradients of the inputs.
+    """
+    stage, kind, i = action
+    if kind == "F":
+        return Action(stage + 1, "F", i)
+    return Action(None if kind == "W" else stage - 1, "B", i)
 
 
 COST = {"F": 1, "B": 2, "I": 1, "W": 1}
@@ -217,23 +225,131 @@ def end_times(schedule, cost):
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. The pipeline, which runs any schedule. A message is {place: tensor}. That for F has the
-#    arguments of the stage; that for B or I has the gradients of its outputs, but for outputs that
-#    were not used. Section 6 has the helpers: leaf() detaches a tensor, metadata_of() tells the
-#    receiver the shapes in the first step, and the others check arguments.
+# 3. Messages. A message is {index: tensor}. F takes the arguments of its stage. B and I take the
+#    gradients of its outputs.
 
 
-def input_of(action):
-    """Return the key of the message that an action takes: the action, written as B if it is I."""
-    return action._replace(kind="B") if action.kind == "I" else action
+def start_transfer(operation, tensor, peer, group):
+    """Start dist.isend or dist.irecv. Return the work to wait for."""
+    # Over NCCL, a bare isend would create a communicator for the two ranks.
+    single = dist.P2POp(operation, tensor.detach(), group=group, group_peer=peer)
+    return dist.batch_isend_irecv([single])[0]
 
 
-def output_of(action):
-    """Return the key of the message that an action gives. No rank has stage -1."""
-    stage, kind, i = action
-    if kind == "F":
-        return Action(stage + 1, "F", i)
-    return Action(-1 if kind == "W" else stage - 1, "B", i)
+def start_all(operation, message, peer, group):
+    """Start to send or to receive dense tensors. Return the message, and works to wait for."""
+    # They are dense, so view their memory as a vector.
+    flat = [tensor.as_strided([tensor.numel()], [1]) for tensor in message.values()]
+    return message, [start_transfer(operation, tensor, peer, group) for tensor in flat]
+
+
+def wait_for(sends, at_most=0):
+    """Wait for the oldest until at most so many are left."""
+    while len(sends) > at_most:
+        _, works = sends.popleft()
+        for work in works:
+            work.wait()
+
+
+def device_to_send_from(device, group):
+    """Gloo sends from the host's memory, NCCL from the GPU's.
+
+    dist.get_backend_config() names the backend for each type of device. dist.get_backend() is
+    "undefined" after init_process_group() without a backend.
+    """
+    is_gloo = f"{device.type}:gloo" in dist.get_backend_config(group)
+    return torch.device("cpu") if is_gloo else device
+
+
+def device_of(stages, group):
+    """Return the device of this rank's parameters.
+
+    All ranks must send over the same backend. So a rank without parameters takes the type of device
+    of the others: max() finds it, because "" < "cpu" < "cuda".
+    """
+    device = next((parameter.device for parameter in stages.parameters()), None)
+    types = [None] * dist.get_world_size(group)
+    dist.all_gather_object(types, device.type if device else "", group=group)
+    return device or torch.device(max(types) or "cpu")
+
+
+def detached(tensor, device, copy=False):
+    """Return the tensor on a device, without its graph. A copy is dense, with the same strides."""
+    moved = tensor.detach().to(device, copy=copy)
+    return moved.requires_grad_(tensor.requires_grad)
+
+
+def allocate(metadata, device):
+    options = metadata.items()
+    return {index: torch.empty_strided(**each, device=device) for index, each in options}
+
+
+def metadata_of(key, copies, known, source, group):
+    """Return how to allocate the tensors that the source sends. `known` has that of former steps.
+
+    All ranks call this for each transfer, in one order. So they can all join a broadcast.
+    """
+    metadata = {
+        index: {
+            "size": copied.shape,
+            "stride": copied.stride(),  # with others, kernels may round differently
+            "dtype": copied.dtype,
+            "requires_grad": copied.requires_grad,  # for _forward()
+        }
+        for index, copied in copies.items()
+    }
+    mode_and_key = torch.is_grad_enabled(), key
+    if mode_and_key not in known:
+        shared = [metadata]
+        dist.broadcast_object_list(shared, group_src=source, group=group)
+        known[mode_and_key] = shared[0]
+    if dist.get_rank(group) == source:
+        check_metadata(key, metadata, known[mode_and_key])
+    return known[mode_and_key]
+
+
+USED = -1  # an index: a tensor that has True for each gradient in the message that counts
+
+
+def gradients_of(inputs):
+    """Return the message of a backward: the gradients of the stage's inputs.
+
+    A stage may use an input for some micro-batches only, but the receiver has to know what comes.
+    So if several inputs need gradients, all are in the message, with zeros for those not used.
+    """
+    needed = {index: x for index, x in inputs.items() if x.requires_grad}
+    used = {index: x.grad for index, x in needed.items() if x.grad is not None}
+    if len(needed) < 2:
+        return used
+    zeros = {index: torch.zeros_like(x) for index, x in needed.items()}
+    return zeros | used | {USED: torch.tensor([index in used for index in needed])}
+
+
+def without_unused(message):
+    """Return a message without the gradients of inputs that were not used."""
+    if USED not in message:
+        return message
+    flags = message.pop(USED).tolist()  # on a GPU, the host waits for it
+    pairs = zip(message.items(), flags, strict=True)
+    return {index: gradient for (index, gradient), is_used in pairs if is_used}
+
+
+def as_tensors(value):
+    tensors = value if isinstance(value, tuple) else (value,)
+    check_tensors(tensors)
+    return tensors
+
+
+def split_batch(name, batch, number):
+    """Return a tuple of tensors for each micro-batch."""
+    tensors = as_tensors(batch)
+    check_batch(name, tensors, number)
+    chunks = [tensor.chunk(number) for tensor in tensors]
+    return list(zip(*chunks, strict=True))
+
+
+# --------------------------------------------------------------------------------------------------
+# 4. The pipeline, which runs any schedule.
 
 
 class Pipeline(nn.Module):
@@ -243,43 +359,72 @@ class Pipeline(nn.Module):
         tuple of tensors, the arguments of the next stage.
     schedule: a name for build_schedule, or a list of actions for each rank.
     num_microbatches: torch.chunk splits the batch along dimension 0.
-    loss_fn(output, target): the mean loss of a micro-batch.
-    backward_context(stage, is_last): see no_context().
+    loss_fn(output, target): the mean loss of a micro-batch, or a sum for num_items.
+    backward_context(stage, is_last): the context of a backward of `stage`, one of the modules.
+        is_last: it is the stage's last backward in the step. If stages are FSDP units, give
+        `lambda stage, is_last: nullcontext() if is_last else fsdp.no_sync(stage)`.
+
+    If micro-batches have unequal numbers of unmasked tokens, a mean of their means is wrong. Then
+    return sums, and give the number of the tokens in all micro-batches. The loss is sum/num_items:
+
+        pipeline = Pipeline(stage, "1f1b", 4, partial(F.cross_entropy, reduction="sum"))
+        loss = pipeline.step(inputs, targets, num_items=(targets != -100).sum())
+
+    With data parallelism, count the tokens of all ranks. If the ranks average their gradients, and
+    do not add them up, divide the count by the number of ranks.
     """
 
     def __init__(
         self, stages, schedule, num_microbatches, loss_fn, process_group=None, backward_context=None
     ):
         super().__init__()
-        stages = stages if isinstance(stages, (list, nn.ModuleList)) else [stages]
-        agreed = agree(schedule, num_microbatches, stages, process_group)
-        self.schedule, self._rank_of, self.device = agreed  # _rank_of: stage -> rank
+        is_list = isinstance(stages, (list, nn.ModuleList))
+        stages = nn.ModuleList(stages if is_list else [stages])
         self.num_microbatches = num_microbatches
         self.loss_fn = loss_fn
-        self.backward_context = backward_context or no_context
+        self.backward_context = backward_context
+        self.device = device_of(stages, process_group)
         self._group = process_group
         self._rank = dist.get_rank(process_group)
-        ends = end_times(self.schedule, COST)
-        self._order = sorted(ends, key=ends.get)  # all ranks' actions
-        self._own = self.schedule[self._rank]  # this rank's actions
+        self._read_schedule(schedule, stages)
         # stage -> micro-batch of its last backward. The keys are this rank's stages.
         self._last_backward = {s: i for s, kind, i in self._own if kind in "BI"}
         numbers = map(str, sorted(self._last_backward))
         self.stages = nn.ModuleDict(zip(numbers, stages, strict=True))
-        self._last_stage = max(self._rank_of)
         self._weights = set(self.parameters())  # W computes gradients of these only
         self._sends = collections.deque()  # (message, works)
         self._metadata = {}  # for metadata_of()
-        self._wire = device_to_send_from(self.device, process_group)
+        self._send_device = device_to_send_from(self.device, process_group)
+        # All ranks must join the first call to an NCCL group. A transfer has only two.
+        dist.all_reduce(torch.zeros(1, device=self._send_device), group=process_group)
 
-    def step(self, inputs=None, targets=None):
+    def _read_schedule(self, schedule, stages):
+        m = self.num_microbatches
+        is_name = isinstance(schedule, str)
+        facts = [schedule, m, len(stages) if is_name else "any"]
+        check_same_on_all_ranks("schedule, micro-batches and stages", facts, self._group)
+        if is_name:
+            schedule = build_schedule(schedule, dist.get_world_size(self._group), m, len(stages))
+        self.schedule = list(map(parse, schedule))
+        check_schedule(self.schedule)
+        check_stages(self.schedule, m, stages, self._group)
+        self._own = self.schedule[self._rank]  # this rank's actions
+        ends = end_times(self.schedule, COST)
+        self._order = sorted(ends, key=ends.get)  # all ranks' actions
+        ranks = enumerate(self.schedule)
+        self._rank_of = {action.stage: rank for rank, actions in ranks for action in actions}
+        self._last_stage = max(self._rank_of)
+        self._rank_of[-1] = self._rank_of[0]  # the caller, who takes gradients of the inputs
+
+    def step(self, inputs=None, targets=None, num_items=None):
         """Forward and backward of a batch. Under torch.no_grad() only the forward.
 
-        The rank of the first stage reads inputs, a tensor or a tuple of tensors. That of the last
-        stage reads targets, a tensor, and returns the mean loss.
+        The rank of the first stage reads inputs, a tensor or a tuple of tensors. They get gradients
+        if they need them. The rank of the last stage reads targets, a tensor, and num_items. It
+        returns the loss.
         """
-        agree_on_grad_mode(self._group, self._wire)
-        self._start(inputs, targets)
+        check_grad_mode(self._group, self._send_device)
+        self._start(inputs, targets, num_items)
         # Ranks must start their transfers in one order, or NCCL hangs. So each walks through the
         # actions of all ranks, sorted by end_times(), and runs its own. At another rank's action,
         # the receiver of the message starts to receive it. It waits in _take(), at the action that
@@ -292,81 +437,100 @@ class Pipeline(nn.Module):
             destination = self._rank_of.get(key.stage)  # None if no stage takes it
             message = {}
             if source == self._rank:
-                message = self.run(action, self._take(input_of(action)))
+                taken = self._take(input_of(action))
+                message = self.run(action, taken)
             if destination == source:
                 self._messages[key] = message, []
             elif destination is not None:  # all ranks: the first step broadcasts shapes
                 self._transfer(key, message, source, destination)
         wait_for(self._sends)
+        self._backward_inputs(inputs)
         return torch.stack(self._losses).sum() if self._losses else None
 
-    def _start(self, inputs, targets):
+    def _start(self, inputs, targets, num_items):
         self._messages = {}  # key -> (message, works to wait for first)
-        self._saved = {}  # (stage, micro-batch) -> what F saves for B, or I for W
+        self._saved = {}  # (stage, micro-batch) -> (inputs, outputs) of F, for B or I
+        self._left_to_w = {}  # (stage, micro-batch) -> what I leaves to W: see section 5
         self._losses = []
+        self._num_items = num_items
         m = self.num_microbatches
         if "0" in self.stages:
-            for i, tensors in enumerate(split_exactly("inputs", inputs, m)):
+            for i, tensors in enumerate(split_batch("inputs", inputs, m)):
                 self._messages[Action(0, "F", i)] = dict(enumerate(tensors)), []
         if str(self._last_stage) in self.stages:
-            self._targets = [target for (target,) in split_exactly("targets", targets, m)]
+            self._targets = [target for (target,) in split_batch("targets", targets, m)]
 
     def _take(self, key):
         message, works = self._messages.pop(key, ({}, []))  # W takes none
         for work in works:
             work.wait()
-        return {place: leaf(tensor, self.device) for place, tensor in message.items()}
+        message = without_unused(message)
+        return {index: detached(tensor, self.device) for index, tensor in message.items()}
 
     def run(self, action, message):
         """Run an action on the message that it takes. Return the one that it gives."""
-        run = self._forward if action.kind == "F" else self._backward
-        return run(*action, message)
+        stage, kind, i = action
+        if kind == "F":
+            return self._forward(stage, i, message)
+        if kind == "W":
+            backward_for_weights(self._left_to_w.pop((stage, i)))
+            return {}
+        return self._backward(stage, i, message)
 
-    def _forward(self, stage, kind, i, inputs):
-        is_split = torch.is_grad_enabled() and Action(stage, "I", i) in self._own
-        deferred = [] if is_split else None  # what I leaves to W: see section 4
-        with leave_weights_to_w(deferred, self._weights):
+    def _forward(self, stage, i, inputs):
+        if torch.is_grad_enabled() and Action(stage, "I", i) in self._own:
+            self._left_to_w[stage, i] = []
+        with leave_weights_to_w(self._left_to_w.get((stage, i)), self._weights):
             output = self.stages[str(stage)](*inputs.values())
             if stage == self._last_stage:
-                output = loss_of(self, output, i)  # divided by m, as in section 1
+                output = self._share_of_loss(output, i)
                 self._losses.append(output.detach())
         outputs = as_tensors(output)
         if torch.is_grad_enabled():
-            self._saved[stage, i] = inputs, outputs, deferred
+            self._saved[stage, i] = inputs, outputs
         return dict(enumerate(outputs))
 
-    def _backward(self, stage, kind, i, gradients):
-        saved = self._saved.pop((stage, i))
-        if kind == "W":
-            return backward_for_weights(saved)
-        inputs, outputs, deferred = saved
+    def _share_of_loss(self, output, i):
+        """Return what micro-batch i adds to the loss: 1/m of its own, or its share of samples."""
+        target = self._targets[i]
+        loss = self.loss_fn(output, target.to(self.device))
+        check_loss(loss)
+        if self._num_items is not None:
+            return loss / self._num_items
+        return loss * (len(target) / sum(map(len, self._targets)))
+
+    def _backward(self, stage, i, gradients):
+        inputs, outputs = self._saved.pop((stage, i))
         if stage == self._last_stage:
-            ones = [torch.ones_like(output) for output in outputs]
-            gradients = dict(enumerate(ones))  # of the loss
-        used = [outputs[place] for place in gradients]  # by the next stage
-        is_last = i == self._last_backward[stage]
-        context = self.backward_context(self.stages[str(stage)], is_last)
-        with leave_weights_to_w(deferred, self._weights), context:
+            gradients = {0: torch.ones_like(outputs[0])}  # of the loss
+        used = [outputs[index] for index in gradients]  # by the next stage
+        context = nullcontext()
+        if self.backward_context:
+            is_last = i == self._last_backward[stage]
+            context = self.backward_context(self.stages[str(stage)], is_last)
+        with leave_weights_to_w(self._left_to_w.get((stage, i)), self._weights), context:
             torch.autograd.backward(used, [*gradients.values()])
-        if kind == "I":
-            self._saved[stage, i] = deferred
-        return {place: x.grad for place, x in inputs.items() if x.grad is not None}
+        return gradients_of(inputs)
 
     def _transfer(self, key, message, source, destination):
         """Start to send a message, or to receive it."""
+        device = self._send_device
         # The next actions may change the tensors.
-        copies = {place: leaf(each, self._wire, copy=True) for place, each in message.items()}
+        copies = {index: detached(each, device, copy=True) for index, each in message.items()}
         metadata = metadata_of(key, copies, self._metadata, source, self._group)
         if source == self._rank:
             self._sends.append(start_all(dist.isend, copies, destination, self._group))
             wait_for(self._sends, at_most=4)  # copies take memory
         if destination == self._rank:
-            empty = allocate(metadata, self._wire)
+            empty = allocate(metadata, device)
             self._messages[key] = start_all(dist.irecv, empty, source, self._group)
+
+    def _backward_inputs(self, inputs):
+        backward_inputs(self, inputs)
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. The backward of zero bubble, in two parts.
+# 5. The backward of zero bubble, in two parts.
 
 linear = F.linear
 
@@ -407,210 +571,6 @@ def split_linear(deferred, weights, x, weight, bias=None):
     return y.unflatten(0, x.shape[:-1])
 
 
-def backward_for_weights(deferred):
-    """W: add grad_yᵀ x to the .grad of the weight in y = x weightᵀ."""
-    weights = [weight for weight, _, _ in deferred]
-    # Under autocast, dtypes may differ. backward() casts to the weight's.
-    gradients = [grad_y.T @ rows.to(grad_y.dtype) for _, rows, grad_y in deferred]
-    # One call: it first adds up the gradients of a shared weight, as a plain backward does.
-    torch.autograd.backward(weights, gradients)
-
-
-# --------------------------------------------------------------------------------------------------
-# 5. What a schedule costs.
-
-
-class Simulation(NamedTuple):
-    start: dict  # action, as a string -> time
-    end: dict  # action, as a string -> time
-    bubble_fraction: float  # the share of all ranks' time in which they wait
-    peak_activations: list  # by rank: the most forwards that await their backward at one time
-
-
-def simulate(schedule, cost=COST):
-    """Compute when each action starts and ends, if each starts as soon as it can.
-
-    A rank keeps the order of its actions. Transfers take no time. Raises ValueError if the schedule
-    is incomplete or deadlocks.
-    """
-    schedule = list(map(parse, schedule))
-    rank_of_stages(schedule)  # checks it
-    cost = COST | cost
-    ends = end_times(schedule, cost)
-    start = {str(action): end - cost[action.kind] for action, end in ends.items()}
-    end = {str(action): end for action, end in ends.items()}
-    busy = sum(cost[action.kind] for action in ends)
-    bubble_fraction = 1 - busy / (max(end.values()) * len(schedule))
-    return Simulation(start, end, bubble_fraction, [peak_alive(actions) for actions in schedule])
-
-
-def peak_alive(actions):
-    """Return how many micro-batches are alive at most, from F to the end of B or W.
-
-    A micro-batch counts once for each stage.
-    """
-    change = {"F": 1, "B": -1, "I": 0, "W": -1}
-    changes = [change[action.kind] for action in actions]
-    return max(itertools.accumulate(changes), default=0)
-
-
-# --------------------------------------------------------------------------------------------------
-# 6. Messages, agreement of the ranks, and checks.
-
-
-def leaf(tensor, device, copy=False):
-    """Return the tensor on a device, without its graph. A copy is dense, with the same strides."""
-    moved = tensor.detach().to(device, copy=copy)
-    return moved.requires_grad_(tensor.requires_grad)
-
-
-def allocate(metadata, device):
-    options = metadata.items()
-    return {place: torch.empty_strided(**each, device=device) for place, each in options}
-
-
-def start_all(operation, message, peer, group):
-    """Start to send or to receive dense tensors. Return the message, and works to wait for."""
-    # They are dense, so view their memory as a vector.
-    flat = [tensor.as_strided([tensor.numel()], [1]) for tensor in message.values()]
-    return message, [start_transfer(operation, tensor, peer, group) for tensor in flat]
-
-
-def wait_for(sends, at_most=0):
-    """Wait for the oldest until at most so many are left."""
-    while len(sends) > at_most:
-        _, works = sends.popleft()
-        for work in works:
-            work.wait()
-
-
-def metadata_of(key, copies, known, source, group):
-    """Return how to allocate the tensors that the source sends. `known` has that of former steps.
-
-    All ranks call this for each transfer, in one order. So they can all join a broadcast.
-    """
-    metadata = {
-        place: {
-            "size": copied.shape,
-            "stride": copied.stride(),  # with others, kernels may round differently
-            "dtype": copied.dtype,
-            "requires_grad": copied.requires_grad,  # for _forward()
-        }
-        for place, copied in copies.items()
-    }
-    mode_and_key = torch.is_grad_enabled(), key
-    if mode_and_key not in known:
-        shared = [metadata]
-        dist.broadcast_object_list(shared, group_src=source, group=group)
-        known[mode_and_key] = shared[0]
-    if dist.get_rank(group) == source and metadata != known[mode_and_key]:
-        raise ValueError(
-            f"the input of {key} was {known[mode_and_key]} in the first step, not {metadata}; "
-            "make a new Pipeline for other shapes, dtypes or frozen stages"
-        )
-    return known[mode_and_key]
-
-
-def loss_of(pipeline, output, i):
-    """Return what micro-batch i adds to the mean loss: 1/m of its own, or its share of samples."""
-    target = pipeline._targets[i]
-    loss = pipeline.loss_fn(output, target.to(pipeline.device))
-    if loss.numel() != 1:  # backward would take the sum, without an error
-        raise ValueError(f"loss_fn returned {tuple(loss.shape)}; return the mean, a scalar")
-    return loss * (len(target) / sum(map(len, pipeline._targets)))
-
-
-def no_context(stage, is_last):
-    """The default for backward_context, which returns a context manager for a backward of `stage`.
-
-    `stage` is one of the modules. is_last: it is the stage's last backward in the step. If stages
-    are FSDP units, give `lambda stage, is_last: nullcontext() if is_last else fsdp.no_sync(stage)`.
-    """
-    return nullcontext()
-
-
-def agree(schedule, num_microbatches, stages, group):
-    """Return (the parsed schedule, {stage: rank}, the device).
-
-    A wrong argument on one rank raises on all.
-    """
-    model = nn.ModuleList(stages)
-    device = next((parameter.device for parameter in model.parameters()), None)
-    ddp = nn.parallel.DistributedDataParallel
-    num_ddp = sum(isinstance(module, ddp) for module in model.modules())
-    numbers = num_microbatches, len(stages), num_ddp
-    everyone = [None] * dist.get_world_size(group)
-    own = schedule, numbers, device.type if device else ""
-    dist.all_gather_object(everyone, own, group=group)
-    schedules, given, device_types = zip(*everyone, strict=True)
-    lists = schedule
-    if isinstance(schedule, str):
-        lists = build_schedule(schedule, len(everyone), num_microbatches, len(stages))
-    parsed = list(map(parse, lists))
-    rank_of = rank_of_stages(parsed)
-    m = len({action.micro_batch for action in itertools.chain(*parsed)})
-    on_ranks = list(rank_of.values())
-    # What each rank must give as `numbers`: nothing in DDP.
-    needed = [(m, on_ranks.count(rank), 0) for rank in range(len(parsed))]
-    if list(given) != needed or schedules.count(schedule) < len(schedules):
-        raise ValueError(
-            "all ranks must give one schedule, and (micro-batches, stages, those in PyTorch's DDP) "
-            f"{needed}, not {given}. (DDP would average gradients of one micro-batch only: pass "
-            ".module, and average after step().)"
-        )
-    # All ranks must send over the same backend, so a stage without parameters uses the GPU too:
-    # max() finds it, because "" < "cpu" < "cuda".
-    return parsed, rank_of, device or torch.device(max(device_types) or "cpu")
-
-
-def rank_of_stages(schedule):
-    """Return {stage: rank}.
-
-    Raise ValueError unless all stages run all micro-batches: F and then B, or F, I and W.
-    """
-    rank_of = {}
-    kinds = collections.defaultdict(str)  # (stage, micro-batch) -> the kinds of its actions
-    for rank, actions in enumerate(schedule):
-        for stage, kind, i in actions:
-            if rank_of.setdefault(stage, rank) != rank:
-                raise ValueError(f"stage {stage} is on ranks {rank_of[stage]} and {rank}")
-            kinds[stage, i] += kind
-    m = len({i for _, i in kinds})
-    for stage, i in itertools.product(range(len(rank_of)), range(m)):
-        if kinds[stage, i] not in ("FB", "FIW"):
-            raise ValueError(
-                f"the schedule runs {kinds[stage, i] or 'nothing'} of stage {stage} for "
-                f"micro-batch {i}; each stage from 0 on must run F B or F I W for each from 0 on"
-            )
-    return rank_of
-
-
-def device_to_send_from(device, group):
-    """Gloo sends from the host's memory, NCCL from the GPU's.
-
-    dist.get_backend_config() names the backend for each type of device. dist.get_backend() is
-    "undefined" after init_process_group() without a backend.
-    """
-    is_gloo = f"{device.type}:gloo" in dist.get_backend_config(group)
-    return torch.device("cpu") if is_gloo else device
-
-
-def agree_on_grad_mode(group, device):
-    """Raise ValueError if only some ranks run step() under torch.no_grad().
-
-    Otherwise a gradient would stay unreceived, and be taken for one of the next step. On a GPU a
-    rank that trains does not join, because its host would wait for the GPU. So if modes differ
-    there, the ranks under no_grad() wait for it until the timeout.
-    """
-    is_training = torch.is_grad_enabled()
-    if is_training and device.type == "cuda":
-        return
-    number = torch.tensor(int(is_training), device=device)
-    dist.all_reduce(number, group=group)
-    if number.item() not in (0, dist.get_world_size(group)):
-        raise ValueError(f"only {number} ranks have gradients enabled; all or none must")
-
-
 def can_wait(x, weight, weights):
     """Return whether W can compute the gradient of `weight` in F.linear(x, weight).
 
@@ -634,48 +594,70 @@ def can_wait(x, weight, weights):
     )
 
 
-def as_tensors(value):
-    tensors = value if isinstance(value, tuple) else (value,)
-    for each in tensors:
-        if not torch.is_tensor(each):
-            raise ValueError(
-                f"inputs, targets and outputs are tensors or tuples of them, not {type(each)}"
-            )
-    return tensors
-
-
-def check_unchanged(rows, version):
-    if rows._version != version:  # autograd checks only what it saves itself
-        raise RuntimeError(
-            "a stage changed the input of a linear layer in place after the layer had used it; "
-            "change a copy, or use a schedule without W"
-        )
-
-
-def split_exactly(name, batch, number):
-    """Return a tuple of tensors for each micro-batch."""
-    chunks = [tensor.chunk(number) for tensor in as_tensors(batch)]
-    micro_batches = list(zip(*chunks, strict=True))
-    if len(micro_batches) != number:
-        raise ValueError(
-            f"torch.chunk splits {name} into {len(micro_batches)} micro-batches, not {number}: "
-            "take another number of samples, or of micro-batches"
-        )
-    return micro_batches
+def backward_for_weights(deferred):
+    """W: add grad_yᵀ x to the .grad of the weight in y = x weightᵀ."""
+    weights = [weight for weight, _, _ in deferred]
+    # Under autocast, dtypes may differ. backward() casts to the weight's.
+    gradients = [grad_y.T @ rows.to(grad_y.dtype) for _, rows, grad_y in deferred]
+    # One call: it first adds up the gradients of a shared weight, as a plain backward does.
+    torch.autograd.backward(weights, gradients)
 
 
 # --------------------------------------------------------------------------------------------------
-# 7. PyTorch's notation and CSV files.
+# 6. What a schedule costs.
 
 
-def parse(cells):
-    """Return a rank's actions: [Action(0, "F", 4), Action(7, "B", 0)] for ["0F4", None, "7B0"].
+class Simulation(NamedTuple):
+    start: dict  # action, as a string -> time
+    end: dict  # action, as a string -> time
+    bubble_fraction: float  # the share of all ranks' time in which they wait
+    peak_activations: list  # by rank: the most forwards that await their backward at one time
 
-    Communication is left out. "(0F4;7B0)OVERLAP_F_B" becomes two actions.
+
+def simulate(schedule, cost=COST):
+    """Compute when each action starts and ends, if each starts as soon as it can.
+
+    A rank keeps the order of its actions. Transfers take no time. Raises ValueError if the schedule
+    is incomplete or deadlocks.
     """
-    text = " ".join(map(str, cells))
-    found = re.findall(r"\b(\d+)([FBIW])(\d+)\b", text)
-    return [Action(int(stage), kind, int(i)) for stage, kind, i in found]
+    schedule = list(map(parse, schedule))
+    check_schedule(schedule)
+    cost = COST | cost
+    ends = end_times(schedule, cost)
+    start = {str(action): end - cost[action.kind] for action, end in ends.items()}
+    end = {str(action): end for action, end in ends.items()}
+    busy = sum(cost[action.kind] for action in ends)
+    bubble_fraction = 1 - busy / (max(end.values()) * len(schedule))
+    return Simulation(start, end, bubble_fraction, [peak_alive(actions) for actions in schedule])
+
+
+def peak_alive(actions):
+    """Return how many micro-batches are alive at most, from F to the end of B or W.
+
+    A micro-batch counts once for each stage.
+    """
+    change = {"F": 1, "B": -1, "I": 0, "W": -1}
+    changes = [change[action.kind] for action in actions]
+    return max(itertools.accumulate(changes), default=0)
+
+
+# --------------------------------------------------------------------------------------------------
+# 7. Gradients of the inputs, and PyTorch's CSV files.
+
+
+def backward_inputs(pipeline, inputs):
+    """Give inputs that need gradients theirs. If they were computed, go back through that, too."""
+    m = pipeline.num_microbatches
+    roots = []
+    gradients = {}  # index of an input -> gradient
+    for i in range(m):
+        message = pipeline._take(Action(-1, "B", i))
+        for index, part in message.items():
+            if index not in gradients:
+                roots.append(as_tensors(inputs)[index])
+                gradients[index] = torch.zeros_like(roots[-1])  # if a micro-batch does not use it
+            gradients[index].chunk(m)[i].copy_(part)
+    torch.autograd.backward(roots, [*gradients.values()])
 
 
 def schedule_to_csv(schedule, path):
@@ -691,23 +673,144 @@ def schedule_from_csv(path):
 
 
 # --------------------------------------------------------------------------------------------------
+# 8. Checks.
+
+
+def check_same_on_all_ranks(what, facts, process_group=None):
+    """Raise ValueError on all ranks of the group unless they give the same `facts`, in order.
+
+    Collectives of different sizes or dtypes abort the process or return garbage, so the ranks
+    compare what they are about to communicate. What only one rank finds wrong is a fact, too.
+    """
+    if dist.get_rank(process_group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in process_group")
+    mine = [f"{number}: {fact}" for number, fact in enumerate(facts)]
+    everyone = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(everyone, mine, group=process_group)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            here = sorted(set(theirs).difference(everyone[0]))
+            there = sorted(set(everyone[0]).difference(theirs))
+            raise ValueError(
+                f"all ranks must have the same {what}: rank {rank} has {here}, rank 0 {there}"
+            )
+
+
+def check_schedule(schedule):
+    """Raise ValueError unless all stages run all micro-batches: F and then B, or F, I and W."""
+    rank_of = {}
+    kinds = collections.defaultdict(str)  # (stage, micro-batch) -> the kinds of its actions
+    for rank, actions in enumerate(schedule):
+        for stage, kind, i in actions:
+            if rank_of.setdefault(stage, rank) != rank:
+                raise ValueError(f"stage {stage} is on ranks {rank_of[stage]} and {rank}")
+            kinds[stage, i] += kind
+    m = len({i for _, i in kinds})
+    for stage, i in itertools.product(range(len(rank_of)), range(m)):
+        if kinds[stage, i] not in ("FB", "FIW"):
+            raise ValueError(
+                f"the schedule runs {kinds[stage, i] or 'nothing'} of stage {stage} for "
+                f"micro-batch {i}; each stage from 0 on must run F B or F I W for each from 0 on"
+            )
+
+
+def check_stages(schedule, num_microbatches, stages, group):
+    """Raise ValueError on all ranks if the stages of one of them do not fit the schedule."""
+    rank = dist.get_rank(group)
+    scheduled = {stage for actions in schedule[rank : rank + 1] for stage, _, _ in actions}
+    m = len({action.micro_batch for action in itertools.chain(*schedule)})
+    ddp = nn.parallel.DistributedDataParallel
+    num_ddp = sum(isinstance(module, ddp) for module in stages.modules())
+    given = dist.get_world_size(group), num_microbatches, len(stages), num_ddp
+    needed = len(schedule), m, len(scheduled), 0
+    fault = "none"
+    if given != needed:
+        fault = (
+            "(ranks, micro-batches, stages of this rank, those in PyTorch's DDP) are "
+            f"{given}; the schedule needs {needed}. (DDP would average gradients of one "
+            "micro-batch only: pass .module, and average after step().)"
+        )
+    check_same_on_all_ranks("fault", [fault], group)
+    if fault != "none":
+        raise ValueError(fault)
+
+
+def check_grad_mode(group, device):
+    """Raise ValueError if only some ranks run step() under torch.no_grad().
+
+    Otherwise a gradient would stay unreceived, and be taken for one of the next step. On a GPU a
+    rank that trains does not join, because its host would wait for the GPU. So if modes differ
+    there, the ranks under no_grad() wait for it until the timeout.
+    """
+    is_training = torch.is_grad_enabled()
+    if is_training and device.type == "cuda":
+        return
+    number = torch.tensor(int(is_training), device=device)
+    dist.all_reduce(number, group=group)
+    if number.item() not in (0, dist.get_world_size(group)):
+        raise ValueError(f"only {number} ranks have gradients enabled; all or none must")
+
+
+def check_tensors(tensors):
+    for each in tensors:
+        if not torch.is_tensor(each):
+            raise ValueError(
+                f"inputs, targets and outputs are tensors or tuples of them, not {type(each)}"
+            )
+
+
+def check_batch(name, tensors, number):
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    found = [len(tensor.chunk(number)) for tensor in tensors]
+    if len({shape[:1] for shape in shapes}) != 1 or found[0] != number:
+        raise ValueError(
+            f"torch.chunk splits {name} of shapes {shapes} into {found} micro-batches, not "
+            f"{number}. Dimension 0 must be the batch in all: expand() one of size 1; or move the "
+            "batch there, and back in the stage. Or take another number of samples or micro-batches"
+        )
+
+
+def check_metadata(key, metadata, known):
+    if metadata != known:
+        raise ValueError(
+            f"the input of {key} was {known} in the first step, not {metadata}; make a new "
+            "Pipeline for other shapes, dtypes or frozen stages, and use an only input always"
+        )
+
+
+def check_loss(loss):
+    if loss.numel() != 1:  # backward would take the sum, without an error
+        raise ValueError(
+            f"loss_fn returned {tuple(loss.shape)}; return the mean, a scalar, or the sum if you "
+            "give num_items"
+        )
+
+
+def check_unchanged(rows, version):
+    if rows._version != version:  # autograd checks only what it saves itself
+        raise RuntimeError(
+            "a stage changed the input of a linear layer in place after the layer had used it; "
+            "change a copy, or use a schedule without W"
+        )
+
+
+# --------------------------------------------------------------------------------------------------
 # Demo.
 
 
 FLAGS = {
-    "--schedule": {"choices": SCHEDULES, "default": "1f1b"},
+    "--schedule": {"choices": SCHEDULES, "default": "1f1b", "help": "(--idea: gpipe)"},
     "--microbatches": {"type": int, "default": 4, "metavar": "M"},
     "--trace": {
         "metavar": "FILE",
         "help": "write the timeline as a Chrome trace in JSON, for ui.perfetto.dev",
     },
 }
-IDEAS = ("gpipe", "1f1b")
 
 
 def main():
     demo = Demo(__doc__, FLAGS)
-    name = demo.args.schedule
+    name = "gpipe" if demo.args.idea else demo.args.schedule
     m = demo.args.microbatches
     v = 2 if name == "interleaved_1f1b" else 1
     num_stages = demo.ranks * v
@@ -723,7 +826,7 @@ def main():
         optimizer.zero_grad()
         if demo.args.idea:
             micro_batches = list(zip(inputs.chunk(m), targets.chunk(m), strict=True))
-            loss = blocking_step(name, stages[0], micro_batches, language_loss, like)
+            loss = gpipe_step(stages[0], micro_batches, language_loss, like)
         else:
             loss = pipeline.step(inputs, targets)
         optimizer.step()
@@ -743,7 +846,6 @@ def main():
 
 
 def check_flags(demo, num_stages):
-    name = demo.args.schedule
     m = demo.args.microbatches
     sequences = 8 * demo.ranks
     num_blocks = len(language_model()) - 3  # all but the embedding, the norm and the head
@@ -751,8 +853,6 @@ def check_flags(demo, num_stages):
         demo.stop(f"--microbatches {m} does not divide {sequences} sequences; take a divisor")
     if num_stages > num_blocks + 1:
         demo.stop(f"{num_stages} stages for {num_blocks} blocks; take at most {num_blocks + 1}")
-    if demo.args.idea and name not in IDEAS:
-        demo.stop(f"--idea --schedule {name}: the idea has {' and '.join(IDEAS)}")
 
 
 class TimedPipeline(Pipeline):

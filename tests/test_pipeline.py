@@ -12,6 +12,7 @@ import pool
 import pytest
 import pytorchs
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from hypothesis import given
@@ -193,12 +194,12 @@ def in_micro_batches(batch, m):
     return list(zip(*chunks, strict=True))
 
 
-def accumulate(stages, batch, m):
+def accumulate(stages, inputs, targets, m):
     """One device, plainly: each micro-batch's loss counts by its samples. Return the mean."""
     losses = []
-    num_samples = len(batch[0])
-    for x, target in in_micro_batches(batch, m):
-        y = (x,)
+    num_samples = len(targets)
+    for *arguments, target in in_micro_batches((*inputs, targets), m):
+        y = arguments
         for stage in stages:
             y = pipeline.as_tensors(stage(*y))
         share = len(target) / num_samples
@@ -226,14 +227,14 @@ class Run:
         self.ours = make_pipeline(self.stages, schedule, loss_fn, m)
 
     def step(self, inputs, targets):
-        """Ranks see only what they need. A batch may be a tuple of tensors."""
+        """Ranks see only what they need."""
         inputs_here = (inputs,) if 0 in self.own else None
         targets_here = targets if self.has_last else None
         loss = self.ours.step(inputs_here, targets_here)
-        self.compare(loss, inputs, targets)
+        self.compare(loss, [inputs], targets)
 
-    def compare(self, loss, *batch):
-        expected = accumulate(self.plain, batch, self.m)
+    def compare(self, loss, inputs, targets):
+        expected = accumulate(self.plain, inputs, targets, self.m)
         assert_equal(loss, expected if self.has_last else None, exact=True)
         for stage, number in zip(self.stages, self.own, strict=True):
             assert_same_parameters(stage, self.plain[number], exact=True)
@@ -262,17 +263,128 @@ def test_any_schedule_trains_as_one_device(make, name):
     assert F.linear is pipeline.linear
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pool.on(1, 3)
-def test_the_idea_trains_as_one_device(name):
-    run = Run(Layer, name, 4)
-    stage = run.stages[0]
-    batch = make_batch(0, 8)
-    micro_batches = in_micro_batches(batch, 4)
-    example, _ = micro_batches[0]
-    step = pipeline.blocking_step
-    loss = step(name, stage, micro_batches, loss_fn, example, pool.group())
-    run.compare(loss, *batch)
+def test_the_idea_trains_as_one_device():
+    run = Run(Layer, "gpipe", 4)
+    for step in range(2):
+        inputs, targets = make_batch(step, 8)
+        micro_batches = in_micro_batches((inputs, targets), 4)
+        like, _ = micro_batches[0]
+        stage = run.stages[0]
+        loss = pipeline.gpipe_step(stage, micro_batches, loss_fn, like, pool.group())
+        run.compare(loss, [inputs], targets)
+
+
+class Prompted(Layer):
+    def forward(self, x, prompt=None, unused=None):
+        return super().forward(x if prompt is None else x + prompt)
+
+
+def make_run(make, name, m):
+    return Run(make, name, m, v=2 if name == "interleaved_1f1b" else 1)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pool.on(1, 3)
+def test_inputs_get_their_gradients_and_so_does_what_computed_them(name):
+    run = make_run(Prompted, name, 6)
+    encoder = nn.Linear(6, 6)
+    for step in range(2):
+        encoder.zero_grad()
+        rows, targets = make_batch(step, 11, 5)
+        x = rows.clone().requires_grad_()
+        unused = rows.clone().requires_grad_()
+        inputs = (x, encoder(rows), unused)
+        plain = [each.detach().clone().requires_grad_() for each in inputs]
+        loss = run.ours.step(inputs if 0 in run.own else None, targets)
+        run.compare(loss, plain, targets)
+        if 0 in run.own:
+            again = encoder(rows)
+            expected = torch.autograd.grad(again, encoder.weight, plain[1].grad)
+            assert_equal(encoder.weight.grad, *expected, exact=True)
+            assert_equal(x.grad, plain[0].grad, exact=True)
+            assert unused.grad is None
+
+
+class Sometimes(Layer):
+    """Uses its second input for some micro-batches only."""
+
+    def __init__(self):
+        super().__init__()
+        self.extra = nn.Linear(6, 6)
+
+    def forward(self, x, extra=None):
+        if extra is not None and x.sum() > 0:
+            x = x + extra
+        return super().forward(x), self.extra(x)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pool.on(1, 3)
+def test_an_input_that_only_some_micro_batches_use_has_the_gradient_of_those(name):
+    """If none does, its layer has no gradient, as on one device, and weight decay leaves it."""
+    run = make_run(Sometimes, name, 2)
+    both = nn.ModuleList([run.stages, run.plain])
+    optimizer = torch.optim.AdamW(both.parameters(), lr=0.1, weight_decay=0.1)
+    for step in range(8):
+        inputs, targets = make_batch(step, 4)
+        x = inputs.requires_grad_()
+        extra = targets.clone().requires_grad_()
+        plain = [each.detach().clone().requires_grad_() for each in (x, extra)]
+        loss = run.ours.step((x, extra) if 0 in run.own else None, targets)
+        run.compare(loss, plain, targets)
+        if 0 in run.own:
+            assert_equal(x.grad, plain[0].grad, exact=True)
+            assert_equal(extra.grad, plain[1].grad, exact=True)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# ---- micro-batches with unequal numbers of tokens
+
+
+def sum_over_tokens(output, target):
+    return F.cross_entropy(output, target, reduction="sum")
+
+
+def mean_over_tokens(output, target):
+    count = (target != -100).sum()
+    return sum_over_tokens(output, target) / count.clamp(min=1)
+
+
+def train_on_unequal_numbers_of_tokens(name, loss_fn, num_items):
+    """Micro-batches have 1, 3 and 0 tokens. Compare with the mean over tokens on one device."""
+    run = make_run(Layer, name, 3)
+    run.stages.double()
+    run.plain.double()
+    run.ours.loss_fn = loss_fn
+    targets = torch.tensor([4, -100, -100, 0, 1, 2, -100, -100, -100])
+    for step in range(2):
+        inputs = randn((9, 6), step)
+        loss = run.ours.step(inputs, targets, num_items)
+        output = nn.Sequential(*run.plain)(inputs)
+        expected = F.cross_entropy(output, targets)
+        expected.backward()
+        assert_equal(loss, expected.detach() if run.has_last else None, exact=False)
+        for stage, number in zip(run.stages, run.own, strict=True):
+            assert_same_parameters(stage, run.plain[number], exact=False)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pool.on(1, 3)
+def test_with_num_items_all_tokens_of_a_batch_count_alike(name):
+    train_on_unequal_numbers_of_tokens(name, sum_over_tokens, num_items=4)
+
+
+@pool.on(3)
+def test_num_items_may_be_a_tensor():
+    train_on_unequal_numbers_of_tokens("1f1b", sum_over_tokens, torch.tensor(4))
+
+
+@pool.on(1, 3)
+def test_a_mean_of_means_over_unequal_numbers_of_tokens_is_noticed():
+    with pytest.raises(AssertionError, match="not close"):
+        train_on_unequal_numbers_of_tokens("1f1b", mean_over_tokens, None)
 
 
 # ---- memory and messages
@@ -393,7 +505,7 @@ def test_what_w_cannot_compute_is_an_error(make):
 
 
 MISUSE = {  # samples, the loss
-    "into 3 micro-batches, not 4": (5, F.mse_loss),
+    r"into \[3\] micro-batches, not 4": (5, F.mse_loss),
     "return the mean": (8, nn.MSELoss(reduction="none")),
     "inputs, .* not .*NoneType": (0, F.mse_loss),
 }
@@ -409,12 +521,22 @@ def test_a_wrong_batch_or_loss_is_an_error(words):
         ours.step(*batch)
 
 
+@pytest.mark.parametrize("shape", [(1, 6), (3, 8, 6), (4, 6)])
+@pool.on(1)
+def test_an_input_without_the_batch_in_dimension_0_is_an_error(shape):
+    """Such as position ids for all samples. Four micro-batches would silently take a row each."""
+    ours = make_pipeline(Prompted())
+    x, targets = make_batch(0, 8)
+    with pytest.raises(ValueError, match="Dimension 0 must be the batch"):
+        ours.step((x, torch.zeros(shape)), targets)
+
+
 @pool.on(2)
 def test_messages_that_change_after_the_first_step_are_an_error():
     ours = make_pipeline(Layer())
     ours.step(*make_batch(0, 8))
     if pool.rank() == 1:  # it would wait for the messages
-        pipeline.agree_on_grad_mode(pool.group(), pool.device())
+        pipeline.check_grad_mode(pool.group(), pool.device())
         return
     with pytest.raises(ValueError, match="in the first step"):
         ours.step(*make_batch(1, 12))
@@ -431,9 +553,13 @@ def test_no_grad_on_some_ranks_is_an_error_on_all():
 LISTS = build_schedule("1f1b", 2, 4)
 THREE = build_schedule("1f1b", 2, 3)
 WRONG = {  # stages on ranks 0 and 1, their schedules, words of the error
-    "too many stages on one rank": ([1, 2], [LISTS, LISTS], r"\(4, 2, 0\)"),
-    "other schedules": ([1, 1], ["gpipe", "1f1b"], "one schedule"),
-    "a schedule of 3 micro-batches": ([1, 1], [THREE, THREE], r"\(3, 1"),
+    "too many stages on one rank": ([1, 2], [LISTS, LISTS], r"\(2, 4, 2, 0\)"),
+    "other schedules": ([1, 1], ["gpipe", "1f1b"], "same schedule"),
+    "an unknown schedule on one rank": ([1, 1], ["gpipe", "2f2b"], "same schedule"),
+    "a list and a name": ([1, 1], [LISTS, "1f1b"], "same schedule"),
+    "stages of a name": ([1, 2], ["1f1b", "1f1b"], "stages"),
+    "a schedule of 3 micro-batches": ([1, 1], [THREE, THREE], r"\(2, 3"),
+    "a schedule for one rank": ([1, 1], [LISTS[:1], LISTS[:1]], "nothing of stage|micro-batches"),
 }
 
 
@@ -455,8 +581,53 @@ def test_pytorchs_data_parallelism_is_refused():
         make_pipeline(nn.Sequential(stage))
 
 
+# ---- GPUs, for which the meta device stands
+
+
 @pool.on(2)
 def test_a_stage_without_parameters_is_on_the_other_stages_type_of_device():
-    """Otherwise it would send from the CPU, and the other ranks would receive over NCCL."""
+    """Otherwise it would send from the CPU, and the other ranks would receive over NCCL.
+
+    The first call to an NCCL group makes a communicator, for which all ranks wait.
+    """
     stage = nn.Linear(6, 6, device="meta") if pool.rank() == 1 else nn.Tanh()
-    assert make_pipeline(stage).device.type == "meta"
+    devices = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", lambda tensor, group: devices.append(tensor.device.type))
+        ours = make_pipeline(stage)
+    assert ours.device.type == "meta"
+    assert devices == ["meta"]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [("cpu:gloo,cuda:gloo", "cpu"), ("cpu:gloo,cuda:nccl", "cuda")],
+)
+def test_tensors_are_sent_from_where_the_backend_of_their_device_can_read_them(
+    config, expected, monkeypatch
+):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    device = pipeline.device_to_send_from(torch.device("cuda"), None)
+    assert device.type == expected
+    assert pipeline.device_to_send_from(torch.device("cpu"), None).type == "cpu"
+
+
+def test_the_idea_moves_tensors_to_the_device_to_send_from(monkeypatch):
+    """Gloo cannot read the memory of a GPU."""
+    sent_from = []
+
+    class Done:
+        def wait(self):
+            pass
+
+    def start_transfer(operation, tensor, peer, group):
+        sent_from.append(tensor.device.type)
+        return Done()
+
+    other = {"cpu": torch.device("meta"), "meta": torch.device("cpu")}
+    monkeypatch.setattr(pipeline, "start_transfer", start_transfer)
+    monkeypatch.setattr(pipeline, "device_to_send_from", lambda device, _: other[device.type])
+    pipeline.send(torch.zeros(2), 1, None)
+    received = pipeline.receive(torch.zeros(2, device="meta"), 1, None)
+    assert sent_from == ["meta", "cpu"]
+    assert received.device.type == "meta"
