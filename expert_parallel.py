@@ -816,7 +816,7 @@ class Demo:
         return time.perf_counter()
 
     def report(self, held_here, formula, sent):
-        """Print the result (docs/printed_lines.md). Return 1 if a rank differs."""
+        """Print the result (docs/running.md). Return 1 if a rank differs."""
         largest = torch.tensor(self.differences, device=self.device).nan_to_num(torch.inf).max()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         agree = largest.item() <= self.tolerance

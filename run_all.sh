@@ -102,7 +102,7 @@ for name in "${names[@]}"; do
     [ "$status" -eq 0 ] || failed=$((failed + 1))
 done
 
-# What the demos printed, field by field (docs/printed_lines.md), as one table.
+# What the demos printed, field by field (docs/running.md), as one table.
 "$python" - "$logs" "${names[@]}" <<'EOF'
 import re
 import sys
@@ -131,5 +131,5 @@ print()
 for row in rows:
     print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
 EOF
-printf '\nNext: read a file from top to bottom, or run ./run_all.sh tests. docs/printed_lines.md explains the columns.\n'
+printf '\nNext: read a file from top to bottom, or run ./run_all.sh tests. docs/running.md explains the columns.\n'
 exit "$failed"

@@ -303,7 +303,7 @@ def cells(text, name):
 
 @pool.on(2)
 def test_the_script_prints_the_rows_of_the_page():
-    path = ROOT / "docs" / "architectures.py"
+    path = ROOT / "tests" / "architectures.py"
     with pytest.MonkeyPatch.context() as patch, claims.default_group(pool.group()):
         patch.setattr("sys.argv", ["architectures.py", "Qwen3", "GPT-2", "ViT"])
         patch.setattr("os.environ", {})

@@ -51,7 +51,7 @@ HOW = {  # where each is run
     "./run_all.sh tests --device cuda": "nowhere without a GPU",
     "python bench.py ddp --device cuda": "nowhere: a benchmark never runs in the suite",
     "python bench.py ddp": "nowhere: a benchmark never runs in the suite",
-    "torchrun --nproc-per-node 2 docs/architectures.py": "test_hugging_face, some architectures",
+    "torchrun --nproc-per-node 2 tests/architectures.py": "test_hugging_face, some architectures",
     **dict.fromkeys(EXPERIMENT, "test_the_experiment"),
 }
 
@@ -96,9 +96,9 @@ def test_the_experiment(tmp_path):
 
 # ---- the snippets
 
-(DIFF,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
-SNIPPETS = [block.splitlines() for block in DIFF.split("\n\n")]
-(USUAL,) = re.findall(r"```python\n(optimizer.*?)```", README, re.DOTALL)
+PAGE = PAGES[ROOT / "docs/use_it.md"]
+SNIPPETS = [block.splitlines() for block in re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)]
+(USUAL,) = re.findall(r"```python\n(optimizer.*?)```", PAGE, re.DOTALL)
 NEW_OPTIMIZER, USUAL_LOOP = USUAL.split("\n", 1)
 HAS_CPU_STREAMS = hasattr(torch.cpu.Stream, "record_event")  # from torch 2.7 on
 IS_THERE = {  # a word of a snippet's first line: whether what it needs is installed
@@ -155,6 +155,12 @@ def body_snippet(lines, sign):
 
 
 @pytest.mark.cpu
+def test_the_readmes_example_is_one_of_the_snippets():
+    (example,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+    assert example.splitlines() in SNIPPETS
+
+
+@pytest.mark.cpu
 @pytest.mark.parametrize("lines", SNIPPETS, ids=lambda lines: lines[0][2:])
 def test_a_snippet_trains_after_the_import_as_before(lines):
     for word, is_there in IS_THERE.items():
@@ -193,17 +199,35 @@ def test_what_the_pages_link_to_is_there():
 
 
 DEPTHS = (
-    r"Read section 1 for the idea \((\d+) minutes\), to section \d+ for the technique \((\d+)\), "
+    r"Read section 1 for the idea \((\d+) minutes\), to section (\d+) for the technique \((\d+)\), "
     r"and the rest to use it as a library \((\d+)\)"
 )
-READING = r"^\| \[(\w+)\]\(\w+\.py\) \| (\d+) \| (\d+) \| (\d+) \|$"
+SECTION = r"^# -{98}\n# (?:(\d+)\.|Demo)"
+
+
+def row_of(name):
+    """Return the file's row of the reading list: lines counted, minutes as in the docstring."""
+    text = (ROOT / f"{name}.py").read_text()
+    docstring = " ".join(text.split('"""')[1].split())
+    idea, last, technique, file = re.search(DEPTHS, docstring).groups()
+    starts = {}  # {number of the section: its first line}; the demo has the number 99
+    for match in re.finditer(SECTION, text, re.MULTILINE):
+        starts.setdefault(int(match[1] or 99), text.count("\n", 0, match.start()))
+    idea_lines = starts[2] - starts[1]
+    end = min(line for number, line in starts.items() if number > int(last))
+    cells = f"{idea_lines} lines, {idea} min | {end - starts[1]}, {technique}"
+    return f"| [{name}]({name}.py) | {cells} | {len(text.splitlines())}, {file} |"
 
 
 @pytest.mark.cpu
-def test_docstrings_and_the_reading_list_agree():
-    for name, *minutes in re.findall(READING, README, re.MULTILINE):
-        docstring = (ROOT / f"{name}.py").read_text().split('"""')[1]
-        assert re.search(DEPTHS, " ".join(docstring.split())).groups() == tuple(minutes), name
+def test_the_reading_list_has_the_lines_and_the_minutes_of_the_files():
+    for name in re.findall(r"^\| \[(\w+)\]\(\w+\.py\) \| \d+ lines", README, re.MULTILINE):
+        assert row_of(name) in README
+
+
+@pytest.mark.cpu
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 200
 
 
 MINE = """

@@ -2,7 +2,7 @@
 parameters end from those of one device. Architectures with equal results share a row. The table is
 in hugging_face.md.
 
-Run:  torchrun --nproc-per-node 2 docs/architectures.py [architecture …]
+Run:  torchrun --nproc-per-node 2 tests/architectures.py [architecture …]
 
 The models have random weights. They take three steps of SGD in float32. One device adds up the
 gradients of the ranks' batches in rank order, and divides by their number. Under tensor_parallel
