@@ -99,6 +99,18 @@ def autocast_linear(layer, dtype):
 NO_GRADIENT = -1.0
 
 
+def accessors(name):
+    """Return methods that get and set an entry of the GradScaler's state."""
+
+    def get(self):
+        return self._state[name]
+
+    def set(self, value):
+        self._state[name] = value
+
+    return get, set
+
+
 class GradScaler:
     """torch.amp.GradScaler. An inf or NaN on one rank of `process_group` skips the step on all.
 
@@ -141,10 +153,12 @@ class GradScaler:
         """Divide the gradients by the scale, and find out if they are finite on all ranks."""
         if not self._enabled:
             return
-        verify_unscale(self, optimizer)
+        check_unscale(self, optimizer)
         found_inf = unscale_grads(optimizer, self.get_scale())
         if dist.is_initialized():
-            found_inf = on_device_of(self._process_group, found_inf)
+            backends = dist.get_backend_config(self._process_group)  # such as "cuda:nccl"
+            if found_inf.device.type not in backends:  # gradients are on the CPU, the group is NCCL
+                found_inf = found_inf.to(backends.partition(":")[0])
             dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=self._process_group)
         self._found_inf[optimizer] = found_inf.item()  # waits: the host must know whether to step
 
@@ -154,7 +168,7 @@ class GradScaler:
             return optimizer.step(*args, **kwargs)
         if optimizer not in self._found_inf:
             self.unscale_(optimizer)
-        verify_step(self, optimizer, [*args, *kwargs.values()])  # found_inf is not NO_GRADIENT
+        check_step(self, optimizer, [*args, *kwargs.values()])  # found_inf is not NO_GRADIENT
         self._stepped.add(optimizer)
         return None if self._found_inf[optimizer] else optimizer.step(*args, **kwargs)
 
@@ -189,6 +203,10 @@ class GradScaler:
     def is_enabled(self):
         return self._enabled
 
+    get_growth_factor, set_growth_factor = accessors("growth_factor")
+    get_backoff_factor, set_backoff_factor = accessors("backoff_factor")
+    get_growth_interval, set_growth_interval = accessors("growth_interval")
+
     def record_found_inf(self, optimizer, found_inf):
         """Replaces unscale_(). `found_inf` must be the same on all ranks."""
         self._found_inf[optimizer] = found_inf
@@ -197,7 +215,10 @@ class GradScaler:
         return dict(self._state) if self._enabled else {}
 
     def load_state_dict(self, state_dict):
-        self._state.update(state_dict)
+        if self._enabled:
+            if not state_dict:
+                raise RuntimeError("this state dict is empty: it is that of a disabled GradScaler")
+            self._state = {name: state_dict[name] for name in self._state}
 
 
 def unscale_grads(optimizer, scale):
@@ -205,13 +226,24 @@ def unscale_grads(optimizer, scale):
     if hasattr(optimizer, "unscale_"):  # Zero1 to Zero3: gradients are not in .grad
         return optimizer.unscale_(scale)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = [stored_elements(p.grad) for p in parameters if p.grad is not None]
+    gradients = [real_elements(p.grad) for p in parameters if p.grad is not None]
     value = 0.0 if gradients else NO_GRADIENT
-    found_inf = torch.tensor(value, dtype=torch.float32, device=parameters[0].device)
+    found_inf = torch.full((), value, dtype=torch.float32, device=parameters[0].device)
     inverse = torch.full_like(found_inf, 1.0 / scale)
     # Multiplies by `inverse`, and sets `found_inf` to 1 if an element is inf or NaN.
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)
     return found_inf
+
+
+def real_elements(gradient):
+    """Return a view of the gradient's stored elements, and of a complex one's real numbers."""
+    if gradient.dtype == torch.float16:
+        raise ValueError(
+            "Attempting to unscale FP16 gradients: the optimizer must hold weights in fp32"
+        )
+    if gradient.is_sparse:
+        gradient = gradient._values()
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
 # --------------------------------------------------------------------------------------------------
@@ -225,12 +257,13 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     wanted; step(), which calls scaler.update(); zero_grad().
 
     Without a scaler, a rank checks only its own gradients. If the ranks hold parts of one model,
-    give a scaler in bf16 too, so that all skip the same steps. Frozen parameters and buffers keep
-    their dtype: cast them yourself. A model with batch norms needs autocast instead.
+    give a scaler in bf16 too, so that all skip the same steps. If the optimizer has fused=True, the
+    GPU decides, and the host does not wait for it. Frozen parameters and buffers keep their dtype:
+    cast them yourself. Complex parameters keep theirs. A model with batch norms needs autocast.
     """
 
     def __init__(self, optimizer, dtype, scaler=None):
-        verify_has_no_masters(optimizer)
+        check_has_no_masters(optimizer)
         self.optimizer = optimizer
         self.scaler = scaler or GradScaler(enabled=False)
         self.scale = self.scaler.scale  # the method: call optimizer.scale(loss)
@@ -241,7 +274,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             for i, weight in enumerate(group["params"]):
                 wide = torch.promote_types(weight.dtype, torch.float32)  # float64 stays
                 master = weight.detach().to(wide, copy=True)
-                weight.data = weight.data.to(dtype)
+                if weight.is_floating_point():  # there is no complex bf16
+                    weight.data = weight.data.to(dtype)
                 self._weights.append(weight)
                 self._masters.append(master)
                 group["params"][i] = master
@@ -251,13 +285,23 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._is_new = True  # until the first step: adopt_written_weights() checks more
         self._grad_versions = None  # of the gradients that unscale_() has copied
 
+    @torch.no_grad()
     def unscale_(self):
         """Copy the gradients to the masters, and divide them by the scale."""
-        if not remember_gradients(self):  # clip_grad_norm_() or the caller has called it
+        versions = [weight.grad is not None and weight.grad._version for weight in self._weights]
+        check_no_backward_since(self, versions)
+        if self._grad_versions is not None:  # clip_grad_norm_() or the caller has called this
             return
+        self._grad_versions = versions
+        gradients = []
+        copies = []
         for weight, master in zip(self._weights, self._masters, strict=True):
             if weight.grad is not None:
-                master.grad = weight.grad.to(master.dtype, copy=True).to_dense()
+                gradients.append(weight.grad.to_dense())
+                master.grad = torch.empty_like(gradients[-1], dtype=master.dtype)
+                copies.append(master.grad)
+        if copies:
+            torch._foreach_copy_(copies, gradients)  # few kernels for all weights
         self.scaler.unscale_(self.optimizer)
 
     def clip_grad_norm_(self, max_norm):
@@ -271,10 +315,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             raise ValueError("MixedPrecisionOptimizer.step() takes no closure")
         adopt_written_weights(self)  # or step() would undo model.load_state_dict()
         self.unscale_()
-        gradients = [master.grad for master in self._masters if master.grad is not None]
-        # An enabled scaler looks for inf and NaN itself.
-        if self.scaler.is_enabled() or nn.utils.get_total_norm(gradients).isfinite():
+        if self.scaler.is_enabled():
             self.scaler.step(self.optimizer)
+        else:
+            step_if_finite(self.optimizer, self._masters)
         self.scaler.update()
         self.write_model_params()
         self.optimizer.zero_grad()  # frees the fp32 gradients
@@ -288,6 +332,12 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._is_new = False
 
     # Not needed for the technique:
+
+    def __getstate__(self):  # for copy and pickle
+        raise TypeError(
+            "MixedPrecisionOptimizer cannot be copied or pickled: copy the model, make another one "
+            "over the copy, and give it this one's state_dict()"
+        )
 
     def __getattr__(self, name):
         # super().__init__() is not called, so param_groups, state and hooks are the optimizer's.
@@ -313,8 +363,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         return self.optimizer.state_dict() | ours
 
     def load_state_dict(self, state_dict):
+        self.scaler.load_state_dict(state_dict["scaler"])  # first, because it may raise an error
         self.optimizer.load_state_dict(state_dict)
-        self.scaler.load_state_dict(state_dict["scaler"])
         torch._foreach_copy_(self._masters, state_dict["master_weights"])
         self.write_model_params()
 
@@ -322,78 +372,6 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def reload_model_params(self):
         """Copy the model's weights to the masters. Call it on all ranks, or they will differ."""
         torch._foreach_copy_(self._masters, self._weights)
-
-
-# --------------------------------------------------------------------------------------------------
-# 4. Another way: the weights stay in fp32, and autocast casts the inputs of each operation.
-
-# The core of torch.autocast's lists for CUDA. Functions whose names end in _loss are fp32 as well.
-LOW_PRECISION = """matmul __matmul__ __rmatmul__ mm mv bmm addmm addmv baddbmm einsum linear prelu
-    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
-    scaled_dot_product_attention multi_head_attention_forward"""
-FP32 = """exp expm1 log log10 log2 log1p pow __pow__ __rpow__ reciprocal rsqrt softplus softmax
-    softmin log_softmax logsumexp layer_norm rms_norm group_norm normalize sum prod cumsum cumprod
-    mean var std norm linalg_norm linalg_vector_norm dist cdist cosine_similarity cross_entropy
-    kl_div binary_cross_entropy_with_logits"""
-# From here on, both are sets of names.
-LOW_PRECISION = set(LOW_PRECISION.split())
-FP32 = set(FP32.split())
-
-
-class autocast(ContextDecorator, TorchFunctionMode):
-    """A context manager or decorator. In it, operations cast their inputs, except those in float64.
-
-    Matrix products and convolutions compute in `dtype`; reductions, norms, losses and exponentials
-    in fp32, as in PyTorch's autocast for CUDA. Call backward outside. Other threads do not see it,
-    so under DataParallel decorate the module's forward.
-    """
-
-    def __init__(self, dtype, enabled=True):
-        if not isinstance(dtype, torch.dtype):  # PyTorch's first argument is a device type
-            raise TypeError(f"autocast({dtype!r}): give a dtype instead, such as torch.bfloat16")
-        self.dtype = dtype
-        self.enabled = enabled
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if self.enabled:
-            verify_no_checkpoint()
-        if name in LOW_PRECISION:
-            dtype = self.dtype
-        elif name in FP32 or name.endswith("_loss"):
-            dtype = torch.float32
-        else:
-            return func(*args, **kwargs)
-
-        def cast(tensor):
-            is_castable = tensor.is_floating_point() and tensor.dtype != torch.float64
-            return tensor.to(dtype) if is_castable else tensor
-
-        if self.enabled and kwargs.get("out") is None:  # PyTorch too leaves calls with out= alone
-            args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
-        # Without this, an outer autocast would cast again, also if this one is disabled.
-        with torch._C.DisableTorchFunction():
-            return func(*args, **kwargs)
-
-
-# --------------------------------------------------------------------------------------------------
-# 5. The library: unusual gradients, weights that other code writes, state dicts, and checks.
-
-
-def stored_elements(gradient):
-    """Return the gradient. If it is sparse, return a tensor of the elements that are stored."""
-    if gradient.dtype == torch.float16:
-        raise ValueError(
-            "Attempting to unscale FP16 gradients: the optimizer must hold weights in fp32"
-        )
-    return gradient._values() if gradient.is_sparse else gradient
-
-
-def on_device_of(process_group, tensor):
-    """Move the tensor to the GPU if it is on the CPU, as gradients are, but the group is NCCL's."""
-    backends = dist.get_backend_config(process_group)  # such as "cuda:nccl"
-    return tensor if tensor.device.type in backends else tensor.to(backends.partition(":")[0])
 
 
 @torch.no_grad()
@@ -414,15 +392,104 @@ def adopt_written_weights(optimizer):
             # Where a state dict has not changed a weight, its master keeps its lower bits.
             is_same = master.to(weight.dtype) == weight
             master.copy_(torch.where(is_same, master, weight))
-        elif optimizer._is_new and not torch.equal(master.to(weight.dtype), weight):
-            # A write to .data. Only the first step looks for one, because it takes time.
-            raise RuntimeError(
-                "the model's weights were written through .data after MixedPrecisionOptimizer "
-                "was made; make it afterwards, or call reload_model_params() on all ranks"
-            )
+        elif optimizer._is_new:  # only the first step looks for this, because it takes time
+            check_not_written_through_data(weight, master)
 
 
-def verify_unscale(scaler, optimizer):
+def step_if_finite(optimizer, masters):
+    """Call optimizer.step(), unless a gradient is inf or NaN."""
+    gradients = [master.grad for master in masters if master.grad is not None]
+    is_finite = nn.utils.get_total_norm(gradients).isfinite()
+    if optimizer.defaults.get("fused"):  # its kernels read found_inf, and then change nothing
+        optimizer.found_inf = 1.0 - is_finite.float()
+        optimizer.step()
+        del optimizer.found_inf
+    elif is_finite:
+        optimizer.step()
+
+
+# --------------------------------------------------------------------------------------------------
+# 4. Another way: the weights stay in fp32, and autocast casts the inputs of each operation.
+
+
+class autocast(ContextDecorator, TorchFunctionMode):
+    """A context manager or decorator. In it, operations cast their inputs, except those in float64.
+
+    Matrix products and convolutions compute in `dtype`; reductions, norms, losses and exponentials
+    in fp32, as in PyTorch's autocast for CUDA. Call backward outside. Other threads do not see it,
+    so under DataParallel decorate the module's forward.
+    """
+
+    def __init__(self, dtype, enabled=True):
+        if not isinstance(dtype, torch.dtype):  # PyTorch's first argument is a device type
+            raise TypeError(f"autocast({dtype!r}): give a dtype instead, such as torch.bfloat16")
+        self.dtype = dtype
+        self.enabled = enabled
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if self.enabled:
+            check_no_checkpoint()
+        if name in LOW_PRECISION:
+            dtype = self.dtype
+        elif name in FP32 or name.endswith("_loss") or promotes(name, (args, kwargs)):
+            dtype = torch.float32
+        else:
+            return func(*args, **kwargs)
+
+        def cast(tensor):
+            is_castable = tensor.is_floating_point() and tensor.dtype != torch.float64
+            return tensor.to(dtype) if is_castable else tensor
+
+        if self.enabled and kwargs.get("out") is None:  # PyTorch too leaves calls with out= alone
+            check_can_cast(name)
+            args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
+        # Without this, an outer autocast would cast again, also if this one is disabled.
+        with torch._C.DisableTorchFunction():
+            return func(*args, **kwargs)
+
+
+def promotes(name, inputs):
+    """Return whether to cast all inputs to fp32, because at least one of them is in fp32."""
+    if name not in PROMOTE:
+        return False
+    return torch.float32 in [getattr(value, "dtype", None) for value in tree_leaves(inputs)]
+
+
+# PyTorch's lists for CUDA (ATen/autocast_mode.h), by the names that Python has for the operations.
+# Functions that call these are listed too, because a mode does not see the calls that they make.
+LOW_PRECISION = """matmul __matmul__ __rmatmul__ linalg_matmul mm mv bmm addmm addmv addbmm baddbmm
+    addr chain_matmul linalg_multi_dot linalg_vecdot einsum linear prelu convolution _convolution
+    conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d
+    lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    scaled_dot_product_attention multi_head_attention_forward"""
+# These, and functions whose names end in _loss. PyTorch's list does not have mean, var and std.
+FP32 = """acos arccos asin arcsin cosh sinh tan erfinv exp expm1 log log10 log2 log1p reciprocal
+    rsqrt pow __pow__ __rpow__ __rdiv__ special_erfinv special_expm1 special_log1p softplus
+    softmax log_softmax logsumexp special_softmax special_log_softmax special_logsumexp softmin
+    gumbel_softmax layer_norm native_layer_norm rms_norm group_norm local_response_norm normalize
+    norm frobenius_norm nuclear_norm linalg_norm linalg_vector_norm linalg_matrix_norm renorm
+    lp_pool1d lp_pool2d lp_pool3d sum prod cumsum cumprod mean var std dist cdist pdist
+    pairwise_distance cosine_similarity cross_entropy linear_cross_entropy nll_loss2d kl_div
+    binary_cross_entropy binary_cross_entropy_with_logits interpolate upsample upsample_nearest
+    upsample_bilinear
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
+    _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
+    upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa"""
+PROMOTE = """addcdiv addcmul atan2 arctan2 bilinear cross linalg_cross dot vdot inner
+    grid_sampler grid_sample index_put tensordot scatter_add"""
+# From here on, these are sets of names.
+LOW_PRECISION = set(LOW_PRECISION.split())
+FP32 = set(FP32.split())
+PROMOTE = set(PROMOTE.split())
+
+
+# --------------------------------------------------------------------------------------------------
+# 5. The library: checks.
+
+
+def check_unscale(scaler, optimizer):
     """Raise an error if the gradients would be divided by the scale twice."""
     if optimizer in scaler._found_inf:
         raise RuntimeError(
@@ -435,33 +502,45 @@ def verify_unscale(scaler, optimizer):
         )
 
 
-def verify_step(scaler, optimizer, arguments):
+def check_step(scaler, optimizer, arguments):
     if optimizer in scaler._stepped or any(map(callable, arguments)):
         raise RuntimeError("step() takes no closure, and only one call before each update()")
     if scaler._found_inf[optimizer] == NO_GRADIENT:
         raise AssertionError("No inf checks were recorded for this optimizer: no rank has a .grad")
 
 
-def verify_has_no_masters(optimizer):
+def check_has_no_masters(optimizer):
     if hasattr(optimizer, "no_sync"):  # Zero1 to Zero3
         raise ValueError(
             f"{type(optimizer).__name__} has fp32 masters itself: give it a model in 16 bits"
         )
 
 
-def remember_gradients(optimizer):
-    """Return True at the first call since step(). Raise if a gradient was written since that."""
-    before = optimizer._grad_versions
-    now = [weight.grad is not None and weight.grad._version for weight in optimizer._weights]
-    if before not in (None, now):
+def check_no_backward_since(optimizer, versions):
+    """Raise an error if a gradient was written since the first unscale_() of this step."""
+    if optimizer._grad_versions not in (None, versions):
         raise RuntimeError(
             "backward ran after clip_grad_norm_() or unscale_(): call every backward first"
         )
-    optimizer._grad_versions = now
-    return before is None
 
 
-def verify_no_checkpoint():
+def check_not_written_through_data(weight, master):
+    if not torch.equal(master.to(weight.dtype), weight):
+        raise RuntimeError(
+            "the model's weights were written through .data after MixedPrecisionOptimizer "
+            "was made; make it afterwards, or call reload_model_params() on all ranks"
+        )
+
+
+def check_can_cast(name):
+    if name == "binary_cross_entropy":  # its gradient overflows fp16. PyTorch refuses it, too
+        raise RuntimeError(
+            "binary_cross_entropy and BCELoss are unsafe under autocast: leave out the sigmoid, "
+            "and use binary_cross_entropy_with_logits or BCEWithLogitsLoss"
+        )
+
+
+def check_no_checkpoint():
     """Raise an error in torch.utils.checkpoint's add_device_types(), which reads tensor.device."""
     if sys._getframe(2).f_code.co_name == "add_device_types":
         raise RuntimeError(

@@ -4,7 +4,12 @@ What tests/claims/amp.py claims of every GradScaler is not repeated here.
 """
 
 import copy
+import pickle
+import re
+import sys
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pool
 import pytest
@@ -13,6 +18,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from shared import OPTIMIZERS, Collectives, batch_loss, loss_of, make_batch, make_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import activation_checkpoint
@@ -38,6 +44,18 @@ def start(kind="plain", name="sgd", dtype=BF16, scaler=None, seed=1):
     model = make_model(kind, seed=seed)
     inner = OPTIMIZERS[name](model.parameters())
     return model, amp.MixedPrecisionOptimizer(inner, dtype, scaler)
+
+
+class Operators(TorchDispatchMode):
+    """The names of the operators that run in this context."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__.partition(".")[0])
+        return func(*args, **(kwargs or {}))
 
 
 def masters_of(optimizer):
@@ -90,6 +108,25 @@ def test_weights_and_scales_are_bitwise_those_of_pytorchs_scaler(options):
             history.append((weight.tolist(), scaler.get_scale(), scaler.state_dict()))
         histories.append(str(history))  # as text, because NaN does not equal NaN
     assert histories[0] == histories[1]
+
+
+@pytest.mark.parametrize("name", ["growth_factor", "backoff_factor", "growth_interval"])
+def test_settings_are_read_and_changed_as_pytorchs(name):
+    scales = []
+    for scaler_class in (amp.GradScaler, torch.amp.GradScaler):
+        scaler = scaler_class("cpu", 1024.0)
+        weight, optimizer = one_weight()
+        set_value = getattr(scaler, f"set_{name}")
+        get_value = getattr(scaler, f"get_{name}")
+        scales.append([get_value()])
+        set_value(3 if name == "growth_interval" else 0.75)
+        scales[-1].append(get_value())
+        for number in (1.0, 1.0, INF, 1.0, 1.0, 1.0):
+            weight.grad = scaler.scale(torch.full((2,), number))
+            scaler.step(optimizer)
+            scaler.update()
+            scales[-1].append(scaler.get_scale())
+    assert scales[0] == scales[1]
 
 
 @pool.on(2)
@@ -183,6 +220,46 @@ def test_training_is_bitwise_that_of_masters_by_hand(name, dtype, scaler):
     assert scaler is None or scale == scaler.get_scale()
 
 
+@pytest.mark.parametrize("scaler", [None, amp.GradScaler("cpu", 1024.0)], ids=["bf16", "scaled"])
+def test_complex_parameters_train_beside_16_bits_as_without(scaler):
+    weights = [nn.Parameter(torch.tensor([1 + 2j, 3 - 1j])) for _ in range(2)]
+    real, _ = one_weight()
+    inner = torch.optim.Adam([weights[0], real], lr=0.1)
+    optimizer = amp.MixedPrecisionOptimizer(inner, BF16, scaler)
+    plain = torch.optim.Adam([weights[1]], lr=0.1)
+    for number in (1.0, INF, 2.0, 3.0):
+        loss = (weights[0] * (number + 1j)).abs().sum() + (real**2).sum()
+        optimizer.scale(loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number < INF:
+            (weights[1] * (number + 1j)).abs().sum().backward()
+            plain.step()
+            plain.zero_grad()
+    bitwise(weights[0], weights[1])
+    assert real.dtype == BF16
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD"])
+def test_a_fused_optimizer_steps_without_a_wait_of_the_host_and_few_kernels(name):
+    """It trains as one that is not fused. A step with an inf changes nothing."""
+    results = []
+    for fused in (True, False):
+        model = make_model("plain", seed=1)
+        inner = getattr(torch.optim, name)(model.parameters(), lr=0.1, fused=fused, foreach=False)
+        optimizer = amp.MixedPrecisionOptimizer(inner, BF16)
+        for number in range(6):
+            optimizer.zero_grad()
+            loss_in_fp32(model, number).backward()
+            with Operators() as seen:
+                optimizer.step()
+        assert ("_local_scalar_dense" in seen.names) is not fused
+        assert seen.names.count("_foreach_copy_") == 2
+        assert seen.names.count("_to_copy") + seen.names.count("copy_") <= 1  # found_inf's
+        results.append([*masters_of(optimizer), inner.state_dict()["state"]])
+    torch.testing.assert_close(*results)
+
+
 def test_weights_and_gradients_take_two_bytes_and_masters_four():
     model, optimizer = start("tied", "momentum")
     one_step(model, optimizer, 0)
@@ -272,7 +349,33 @@ def checkpoint_with_pytorchs(model, optimizer):
         checkpoint(nn.Linear(2, 2), x, use_reentrant=False)
 
 
+def copy_it(model, optimizer):
+    copy.deepcopy((model, optimizer))
+
+
+def pickle_it(model, optimizer):
+    pickle.dumps(optimizer)
+
+
+def load_the_state_of_a_disabled_scaler(model, optimizer):
+    amp.GradScaler().load_state_dict(amp.GradScaler(enabled=False).state_dict())
+
+
+def load_a_part_of_a_state(model, optimizer):
+    amp.GradScaler().load_state_dict({"scale": 2.0})
+
+
+def lose_from_probabilities(model, optimizer):
+    with amp.autocast(BF16):
+        nn.BCELoss()(A.sigmoid(), A.sigmoid())
+
+
 MISUSE = {
+    copy_it: "state_dict",
+    pickle_it: "state_dict",
+    load_the_state_of_a_disabled_scaler: "empty",
+    load_a_part_of_a_state: "growth_factor",
+    lose_from_probabilities: "BCEWithLogitsLoss",
     unscale_fp16: "FP16",
     step_without_a_gradient: "no rank has a .grad",
     clip_before_a_backward: "backward ran",
@@ -280,9 +383,12 @@ MISUSE = {
 }
 
 
+ERRORS = (ValueError, RuntimeError, AssertionError, TypeError, KeyError)
+
+
 @pytest.mark.parametrize("misuse", MISUSE)
 def test_misuse_is_an_error(misuse):
-    with pytest.raises((ValueError, RuntimeError, AssertionError), match=MISUSE[misuse]):
+    with pytest.raises(ERRORS, match=MISUSE[misuse]):
         misuse(*start())
 
 
@@ -338,6 +444,86 @@ def test_sums_norms_and_exponentials_of_bf16_inputs_are_in_fp32():
     with amp.autocast(BF16):
         ours = like_pytorch_on_cuda(x)
     bitwise(ours, like_pytorch_on_cuda(x.float()))
+
+
+def pytorchs_cases():
+    """Return {list: cases} of PyTorch's own tests. A case has a name, arguments and options."""
+    pytest.MonkeyPatch().setitem(  # it imports a package that is not a dependency of PyTorch
+        sys.modules,
+        "torch.testing._internal.common_utils",
+        SimpleNamespace(TEST_WITH_ROCM=False, TestCase=object),
+    )
+    from torch.testing._internal.autocast_test_lists import AutocastTestLists
+
+    return vars(AutocastTestLists("cpu"))
+
+
+def run_case(name, args, *options):
+    if name == "einsum":  # its arguments do not fit its equation
+        return torch.einsum("ij,jk", *options[0])
+    for module in (torch, torch._C._nn, torch.Tensor):
+        function = getattr(module, name, None)
+        if function:
+            break
+    keywords = {}
+    for option in options:
+        if isinstance(option, dict):
+            keywords = option
+    output = function(*args, **keywords)
+    return output[0] if isinstance(output, tuple) else output
+
+
+LISTS = {
+    "torch_fp16": F16,
+    "nn_fp16": F16,
+    "methods_fp16": F16,
+    "torch_fp32": F32,
+    "nn_fp32": F32,
+    "methods_fp32": F32,
+    "torch_need_autocast_promote": F32,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*chain_matmul:UserWarning", "ignore:Using torch.cross")
+@pytest.mark.parametrize("name", LISTS)
+def test_pytorchs_own_cases_return_the_dtype_of_its_list(name):
+    cases = [case for case in pytorchs_cases()[name] if not case[0].startswith("cudnn")]
+    assert cases
+    with amp.autocast(F16):
+        wrong = {case[0] for case in cases if run_case(*case).dtype != LISTS[name]}
+    assert not wrong
+
+
+def test_all_operations_of_pytorchs_lists_are_in_ours():
+    header = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
+    if not header.exists():
+        pytest.skip("torch has no headers")
+    lists = dict(re.findall(r"#define AT_FORALL_(\w+)\(_\)([^#]*)", header.read_text()))
+    theirs = {name: set(re.findall(r"_\((\w+)[,)]", text)) for name, text in lists.items()}
+    low = theirs["LOWER_PRECISION_FP"] - amp.LOW_PRECISION
+    assert {name for name in low if not re.match("_thnn|_scaled", name)} == set()
+    fp32 = theirs["FP32"] | theirs["FP32_SET_OPT_DTYPE"]
+    assert {name for name in fp32 - amp.FP32 if not name.endswith("_loss")} == set()
+    assert theirs["PROMOTE"] <= amp.PROMOTE
+
+
+def test_functions_of_mixed_dtypes_compute_in_the_widest():
+    image = torch.randn(1, 1, 4, 4)
+    grid = torch.rand(1, 2, 2, 2)
+    layer = nn.Bilinear(2, 2, 3)
+    with amp.autocast(BF16):
+        outputs = [
+            F.grid_sample(image.bfloat16(), grid, align_corners=False),
+            layer(A.bfloat16(), A),
+            torch.tensordot(A.bfloat16(), A, 1),
+        ]
+        assert torch.dot(A[0].bfloat16(), A[1].bfloat16()).dtype == BF16
+    expected = [
+        F.grid_sample(image.bfloat16().float(), grid, align_corners=False),
+        layer(A.bfloat16().float(), A),
+        A.bfloat16().float() @ A,
+    ]
+    bitwise(outputs, expected)
 
 
 def gradient(layer, y):
