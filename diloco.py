@@ -27,7 +27,7 @@ and their momentum take 8Ψ bytes. A message that travels takes 2Ψ/P elements b
 
 compress="bf16" sends 50% of these bytes, compress="int8" 25.4%: 260 bytes for 256 numbers.
 
-Read section 1 for the idea (6 minutes), to section 3 for the technique (21), and the rest to use it
+Read section 1 for the idea (6 minutes), to section 4 for the technique (21), and the rest to use it
 as a library (33).
 
 Run:      torchrun --nproc-per-node 2 diloco.py --fragments 2 --delay 2 --compress int8
@@ -35,8 +35,8 @@ Run:      torchrun --nproc-per-node 2 diloco.py --fragments 2 --delay 2 --compre
 Papers:   Douillard et al. 2023, DiLoCo, arXiv 2311.08105; 2025, Streaming DiLoCo, 2501.18512
 Mirrors:  torchft.local_sgd.DiLoCo, without its manager
 Left out: workers that come and go during a run (torchft); messages of 4 bits; outer parameters in
-          host memory; parameters that are unfrozen, added or moved after construction; optimizers
-          over copies of the parameters, such as amp.py's masters
+          host memory; parameters that are unfrozen or added (an error) or moved after construction;
+          optimizers over copies of the parameters, such as amp.py's masters
 """
 
 import argparse
@@ -46,8 +46,10 @@ import os
 import signal
 import sys
 import time
+import weakref
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -131,6 +133,8 @@ class Message:
     def reduce_scatter(self, flat, compress, process_group):
         """Start the first half: send part r of `flat` to worker r."""
         self.dtype = flat.dtype
+        flat = flat.view(flat.real.dtype)  # two real numbers for a complex one
+        self.sent_dtype = flat.dtype
         self.numel = flat.numel()
         self.compress = compress
         self.process_group = process_group
@@ -151,7 +155,7 @@ class Message:
         self.work.wait()
         # Views of `received`: this worker's part from each worker, and then all averages.
         parts = list(self.received.chunk(self.N))
-        total = sum(decode(part, self.dtype, self.compress) for part in parts)
+        total = sum(decode(part, self.sent_dtype, self.compress) for part in parts)
         # Rounded a second time. This worker, too, receives the rounded mean.
         self.sent = encode(total / self.N, self.compress)
         self.work = dist.all_gather(parts, self.sent, group=self.process_group, async_op=True)
@@ -161,12 +165,71 @@ class Message:
         self.all_gather()
         if self.mean is None:
             self.work.wait()
-            self.mean = decode(self.received, self.dtype, self.compress)[: self.numel]
+            mean = decode(self.received, self.sent_dtype, self.compress)
+            self.mean = mean[: self.numel].view(self.dtype)
         return self.mean
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. DiLoCo: which fragment is sent when, and what a worker does with the mean.
+# 3. The start: all workers have the same parameters, and the same fragments of them.
+
+
+@torch.no_grad()
+def copy_from_rank_0(module, process_group):
+    for tensor in [*module.parameters(), *module.buffers()]:
+        values = torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor)
+        # As bytes, because gloo has no int16.
+        sent = values.flatten().view(torch.uint8)
+        dist.broadcast(sent, group=process_group, group_src=0)
+        # After expand(), all elements along a dimension are one.
+        elements = tuple(slice(None if stride else 1) for stride in tensor.stride())
+        tensor[elements] = values[elements]
+
+
+def trained_parameters(module):
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def layers_of(module):
+    """Return the parameters' names, a list for each layer: a member of a list, else a child."""
+    layers = {}
+    for name in trained_parameters(module):
+        path = name.split(".")
+        parent = module
+        length = 1  # of the layer's name, in parts
+        for depth, part in enumerate(path):
+            if isinstance(parent, (nn.ModuleList, nn.Sequential)):
+                length = depth + 1
+                break
+            parent = getattr(parent, part)
+        layers.setdefault(tuple(path[:length]), []).append(name)
+    return list(layers.values())
+
+
+def split_layers(module, num_fragments):
+    """Deal the layers out, the largest first, each to the fragment that is smallest so far.
+
+    So equal layers are dealt out in turn. The paper calls this pattern strided.
+    """
+    fragments = [[] for _ in range(num_fragments)]
+
+    def size_of(names):
+        return sum(module.get_parameter(name).numel() for name in names)
+
+    for names in sorted(layers_of(module), key=size_of, reverse=True):
+        smallest = min(fragments, key=size_of)
+        smallest += names
+    return fragments
+
+
+def outer_copy(parameter):
+    """In fp32 or fp64, because an outer step may be smaller than a 16-bit rounding."""
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    return parameter.detach().to(dtype, copy=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# 4. DiLoCo: which fragment is sent when, and what a worker does with the mean.
 
 
 class DiLoCo:
@@ -174,7 +237,8 @@ class DiLoCo:
 
     Move `module` to its device first. All workers get the parameters and buffers of rank 0. Frozen
     parameters and buffers are never sent again. `optimizer` is the worker's own optimizer, or a
-    list of them. DiLoCo only checks its parameters.
+    list of them. The outer parameters are those with which its first step begins. If you load
+    weights before it, load the same on all workers. What you write later counts as training.
 
     A fragment is sent every `sync_every` steps. The layers form `num_fragments` fragments, which
     are sent sync_every / num_fragments steps apart. The mean is applied `delay` steps later. Then
@@ -208,24 +272,26 @@ class DiLoCo:
         self.delay = delay
         self.mix = mix
         self.compress = compress
-        check(module, optimizer, vars(self), process_group)
+        optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+        check_arguments(module, optimizers, vars(self), process_group)
         copy_from_rank_0(module, process_group)
         self.process_group = process_group
+        self._module = module
         self._own = trained_parameters(module)
         self.fragments = split_layers(module, num_fragments)  # lists of names
-        self.outer = {}  # name: outer parameter, in fp32 or fp64
-        for name, own in self._own.items():
-            dtype = torch.promote_types(own.dtype, torch.float32)
-            self.outer[name] = own.detach().to(dtype, copy=True)
+        # {name: outer parameter}
+        self.outer = {name: outer_copy(own) for name, own in self._own.items()}
         self._outer_optimizer = torch.optim.SGD(
             self.outer.values(), outer_lr, outer_momentum, nesterov=outer_momentum > 0
         )
         self._step = 0
         self._in_flight = []  # messages, in the order in which they were sent
+        self._follow_until_start(optimizers)
 
     @torch.no_grad()
     def step(self):
         """Count a step. Then send, average and apply what is due."""
+        check_trained(self)
         self._step += 1
         interval = self.sync_every // self.num_fragments
         if self._step % interval == 0:
@@ -266,6 +332,11 @@ class DiLoCo:
                 new = torch.lerp(new, own.to(new.dtype), self.mix)
             own.copy_(new)
 
+    # The library: see section 5.
+
+    def _follow_until_start(self, optimizers):
+        follow_until_start(self, optimizers)
+
     def state_dict(self):
         return state_dict(self)
 
@@ -274,46 +345,47 @@ class DiLoCo:
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. The library: fragments, checks, and states.
+# 5. The library: other writes to the parameters, checks, and states.
 
 
-def trained_parameters(module):
-    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+def follow_until_start(diloco, optimizers):
+    """Until training starts, the outer parameters follow what other code writes to the module's."""
+    # Weak, because a module is never freed if its hooks hold what holds it.
+    follow = partial(copy_start, weakref.ref(diloco))
+    diloco._start_hooks = []
+    for child in diloco._module.modules():
+        hook = child.register_load_state_dict_post_hook(follow)
+        diloco._start_hooks.append(hook)
+    for optimizer in optimizers:
+        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper has no hooks
+        inner.register_step_pre_hook(follow)
 
 
-def layers_of(module):
-    """Return the parameters' names, a list for each layer: a member of a list, else a child."""
-    layers = {}
-    for name in trained_parameters(module):
-        path = name.split(".")
-        parent = module
-        length = 1  # of the layer's name, in parts
-        for depth, part in enumerate(path):
-            if isinstance(parent, (nn.ModuleList, nn.Sequential)):
-                length = depth + 1
-                break
-            parent = getattr(parent, part)
-        layers.setdefault(tuple(path[:length]), []).append(name)
-    return list(layers.values())
+@torch.no_grad()
+def copy_start(reference, caller, *_):
+    """Make the parameters the outer ones. `caller` is a module that has loaded, or an optimizer."""
+    diloco = reference()
+    if diloco is None or not diloco._start_hooks:
+        return
+    if diloco._step == 0:
+        for name, outer in diloco.outer.items():
+            outer.copy_(diloco._own[name])
+    if not isinstance(caller, nn.Module):  # training starts
+        while diloco._start_hooks:
+            diloco._start_hooks.pop().remove()
 
 
-def split_layers(module, num_fragments):
-    """Deal the layers out, the largest first, each to the fragment that is smallest so far.
-
-    So equal layers are dealt out in turn. The paper calls this pattern strided.
-    """
-    fragments = [[] for _ in range(num_fragments)]
-
-    def size_of(names):
-        return sum(module.get_parameter(name).numel() for name in names)
-
-    for names in sorted(layers_of(module), key=size_of, reverse=True):
-        smallest = min(fragments, key=size_of)
-        smallest += names
-    return fragments
+def check_trained(diloco):
+    """Raise RuntimeError if a parameter trains that is not sent."""
+    known = set(diloco._own.values())
+    for name, parameter in trained_parameters(diloco._module).items():
+        if parameter not in known:
+            raise RuntimeError(
+                f"{name} was frozen or not there when DiLoCo was made: make DiLoCo again"
+            )
 
 
-def find_problem(module, optimizer, members, sync_every, num_fragments, delay, mix, compress, **_):
+def problem_of(module, optimizers, members, sync_every, num_fragments, delay, mix, compress, **_):
     """Return what is wrong with these arguments of DiLoCo, or None. `members` are ranks."""
     if min(sync_every, num_fragments) < 1 or sync_every % num_fragments:
         return f"{sync_every=} must be a positive multiple of {num_fragments=}"
@@ -326,11 +398,13 @@ def find_problem(module, optimizer, members, sync_every, num_fragments, delay, m
     layers = layers_of(module)
     if len(layers) < num_fragments:
         return f"{num_fragments=} are more than the {len(layers)} layers that train"
+    for name, parameter in trained_parameters(module).items():
+        if 0 in parameter.stride() and parameter.numel() > 1:
+            return f"{name} is expanded, so no optimizer can update it: clone() it"
     for child in module.modules():
         apart = set(members).intersection(getattr(child, "differ_between_ranks", ()))
         if len(apart) > 1:
             return f"ranks {sorted(apart)} hold different parts of a layer"
-    optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
     own = set(module.parameters())
     for each in optimizers:
         for group in each.param_groups:
@@ -339,32 +413,36 @@ def find_problem(module, optimizer, members, sync_every, num_fragments, delay, m
     return None
 
 
-def check(module, optimizer, options, process_group):
+def check_arguments(module, optimizers, options, process_group):
     """Raise ValueError on every worker if one has wrong arguments, or if workers differ."""
+    members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    problem = problem_of(module, optimizers, members, **options)
+    facts = [problem, options]
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        facts.append(f"{name}: {[*tensor.shape]}, {tensor.dtype}, {tensor.requires_grad=}")
+    check_same_on_all_ranks("model and options", facts, process_group)
+    if problem:
+        raise ValueError(problem)
+
+
+def check_same_on_all_ranks(what, facts, process_group=None):
+    """Raise ValueError on all ranks of the group unless they give the same `facts`, in order.
+
+    Collectives of different sizes or dtypes abort the process or return garbage, so the ranks
+    compare what they are about to communicate. What only one rank finds wrong is a fact, too.
+    """
     if dist.get_rank(process_group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in process_group")
-    facts = {f"{name}={value}" for name, value in options.items()}
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    for number, (name, tensor) in enumerate(tensors):
-        facts.add(f"{number} {name}: {[*tensor.shape]}, {tensor.dtype}, {tensor.requires_grad=}")
-    members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-    everyone = [None] * len(members)
-    own = find_problem(module, optimizer, members, **options) or facts
-    dist.all_gather_object(everyone, own, group=process_group)
-    for rank, found in enumerate(everyone):
-        if isinstance(found, str):
-            raise ValueError(f"worker {rank}: {found}")
-    if differ := set.union(*everyone) - set.intersection(*everyone):
-        raise ValueError(f"workers need the same model and options, but differ in {sorted(differ)}")
-
-
-@torch.no_grad()
-def copy_from_rank_0(module, process_group):
-    for tensor in [*module.parameters(), *module.buffers()]:
-        flat = tensor.flatten().contiguous()
-        # As bytes, because gloo has no int16.
-        dist.broadcast(flat.view(torch.uint8), group=process_group, group_src=0)
-        tensor.copy_(flat.view_as(tensor))
+    mine = [f"{number}: {fact}" for number, fact in enumerate(facts)]
+    everyone = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(everyone, mine, group=process_group)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            here = sorted(set(theirs).difference(everyone[0]))
+            there = sorted(set(everyone[0]).difference(theirs))
+            raise ValueError(
+                f"all ranks must have the same {what}: rank {rank} has {here}, rank 0 {there}"
+            )
 
 
 def state_dict(diloco):
@@ -418,7 +496,7 @@ def main():
     options["sync_every"] = demo.args.sync_every
     if options["sync_every"] is None:
         options["sync_every"] = min(10, demo.args.steps)
-    if problem := find_problem(language_model(), [], [], **options):
+    if problem := problem_of(language_model(), [], [], **options):
         demo.stop(problem)
     return train(demo, options)
 

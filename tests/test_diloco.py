@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from claims.diloco import Worker, Workers, calls_of_each_step, flat_parameters, inner_step, train
 from launch import fork
-from shared import make_batch, make_model
+from shared import make_batch, make_model, randn
 
 import diloco
 from diloco import DiLoCo
@@ -170,6 +170,116 @@ def test_buffers_are_copied_from_rank_0_at_the_start_only():
     assert mean.tolist() == [pool.rank()] * 8
 
 
+def load(module):
+    module.load_state_dict(make_model("plain", seed=7).state_dict())
+
+
+def load_a_layer(module):
+    module[0].load_state_dict(make_model("plain", seed=7)[0].state_dict())
+
+
+def write_data(module):
+    module[0].weight.data.fill_(0.5)
+
+
+def initialize(module):
+    nn.init.constant_(module[0].bias, 2.0)
+
+
+@pytest.mark.parametrize("write", [load, load_a_layer, write_data, initialize])
+@pool.on(2)
+def test_training_starts_with_what_was_written_after_construction(write):
+    """As if it had been written before. Copies of the module do not matter."""
+    early = make_model("plain")
+    write(early)
+    module = make_model("plain")
+    worker = make_worker(module)
+    copy.deepcopy(module)
+    write(module)
+    before = make_worker(early)
+    for step in range(8):
+        train(worker, step, step + 1)
+        train(before, step, step + 1)
+        assert_all_equal(module.parameters(), early.parameters())
+
+
+@pool.on(2)
+def test_loaded_weights_stay_where_they_are_without_training():
+    module = make_model("plain")
+    worker = make_worker(module, sync_every=1)
+    load(module)
+    expected = flat_parameters(module)
+    worker.diloco.step()
+    assert torch.equal(flat_parameters(module), expected)
+    worker.optimizer.step()
+    load(module)  # with outer parameters from training
+    assert_all_equal(worker.diloco.outer.values(), module.parameters())
+
+
+@pool.on(2)
+def test_a_parameter_that_trains_but_is_not_sent_is_an_error():
+    frozen = make_worker(make_model("frozen"))
+    frozen.module[0].bias.requires_grad_(True)
+    replaced = make_worker(make_model("plain"))
+    replaced.module[0].weight = nn.Parameter(torch.ones(33, 6))
+    for worker, name in ((frozen, "0.bias"), (replaced, "0.weight")):
+        with pytest.raises(RuntimeError, match=f"{name} was frozen or not there"):
+            worker.diloco.step()
+
+
+# ---- layouts and complex numbers
+
+
+def in_channels_last(*shape):
+    layout = torch.empty(shape, memory_format=torch.channels_last)
+    return layout.copy_(randn(shape))
+
+
+LAYOUTS = {
+    "1 x 1 convolution": lambda: in_channels_last(4, 8, 1, 1),
+    "depthwise convolution": lambda: in_channels_last(8, 1, 3, 3),
+    "every second number": lambda: randn((8,))[::2],
+    "every second one of two": lambda: randn((2,))[::2],
+    "a transposed row": lambda: randn((1, 5)).T,
+    "conjugated": lambda: torch.complex(randn((5,)), randn((5,), 1)).conj(),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pool.on(2)
+def test_parameters_of_any_layout_train_as_contiguous_ones(layout):
+    outer = []
+    values = LAYOUTS[layout]()
+    contiguous = torch.empty_like(values, memory_format=torch.contiguous_format).copy_(values)
+    for start in (values, contiguous):
+        module = nn.ParameterList([start])
+        module.register_buffer("counts", torch.arange(3).expand(2, 3))
+        worker = make_worker(module, sync_every=1)
+        for step in range(3):
+            gone = randn(values.shape, 10 * step + pool.rank(), values.dtype)
+            module[0].data -= gone
+            worker.diloco.step()
+        outer.append(worker.diloco.outer["0"])
+        assert torch.equal(module[0], outer[-1])
+    assert torch.equal(*outer)
+
+
+@pytest.mark.parametrize("compress", SHARES)
+@pool.on(2)
+def test_complex_numbers_are_sent_as_two_real_ones(compress):
+    real = nn.ParameterList([randn((70, 2), dtype=torch.float32)])
+    ours = nn.ParameterList([torch.view_as_complex(real[0].detach().clone())])
+    options = {"compress": compress, "sync_every": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
+    workers = [make_worker(each, **options) for each in (real, ours)]
+    for step in range(3):
+        gone = randn((70, 2), 10 * step + pool.rank(), torch.float32)
+        real[0].data -= gone
+        ours[0].data -= torch.view_as_complex(gone)
+        for worker in workers:
+            worker.diloco.step()
+        assert torch.equal(torch.view_as_real(ours[0]), real[0])
+
+
 # ---- errors, on all workers if one is wrong
 
 
@@ -194,11 +304,20 @@ def split_layer():
     make_worker(module)
 
 
+def expanded():
+    module = nn.ParameterList([torch.ones(1).expand(3)])
+    make_worker(module)
+
+
 OF_WORKER_1 = {
-    "3 fragments in 4 steps": (partial(other_option, "num_fragments", 3), "worker 1: sync_every=4"),
-    "a late mean": (partial(other_option, "delay", 4), "worker 1: delay=4"),
-    "another mix": (partial(other_option, "mix", 0.4), "differ in .*mix=0.4"),
-    "parameters of another model": (other_optimizer, "worker 1: an optimizer"),
+    "3 fragments in 4 steps": (
+        partial(other_option, "num_fragments", 3),
+        "rank 1 has .*sync_every=4",
+    ),
+    "a late mean": (partial(other_option, "delay", 4), "rank 1 has .*delay=4"),
+    "another mix": (partial(other_option, "mix", 0.4), "must have the same .*'mix': 0.4"),
+    "parameters of another model": (other_optimizer, "rank 1 has .*an optimizer"),
+    "an expanded parameter": (expanded, "clone"),
     "a split layer": (split_layer, r"ranks \[0, 1\]"),
 }
 
