@@ -500,7 +500,7 @@ def shard_pieces(shards):
 
     `shards` is as fsdp.shards() yields it: for each parameter its name, its whole shape, `start`,
     the shard, and the shard's optimizer state. shard[0] is element `start` of the flattened
-    parameter. To the tuples of Zero1.shards(), add the name and the shape.
+    parameter. Zero1.shards() yields the same.
     """
     pieces = {}
     for name, shape, start, shard, state in shards:

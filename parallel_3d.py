@@ -584,7 +584,9 @@ def updated_tensors(trainer):
     rank's range of the flattened parameter, and `start` is the index of its first element.
     """
     if trainer.args.zero1:
-        yield from trainer.optimizer.shards()
+        parameters = dict(trainer.stages.named_parameters())
+        for name, _, start, shard, state in trainer.optimizer.shards():
+            yield parameters[name], start, shard, state
         return
     weights = trainer.optimizer.param_groups[0]["params"]  # the parameters, or their masters
     for parameter, weight in zip(trainer.parameters, weights, strict=True):

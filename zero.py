@@ -4,7 +4,7 @@ DDP keeps everything on each of N ranks. But an elementwise optimizer, such as A
 part of the parameters alone. So each rank updates 1/N of them, and keeps only their optimizer
 state.
 
-            backward →  reduce-scatter gradients →  update own part →  all-gather parameters
+            backward →  reduce-scatter gradients →  update own shard →  all-gather parameters
     rank 0   g₀ ━━━━┯━━━━ ╲╱ ━━━━ sum of the left halves  ── AdamW ━━━━ ╲╱ ━━━━┯━━━━ p
     rank 1   g₁ ━━━━┷━━━━ ╱╲ ━━━━ sum of the right halves ── AdamW ━━━━ ╱╲ ━━━━┷━━━━ p
 
@@ -39,9 +39,11 @@ Papers:   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §3, §5, §7; Ren et
 Mirrors:  DistributedDataParallel with torch.distributed.optim.ZeroRedundancyOptimizer; DeepSpeed
 Left out: optimizers that need whole matrices (muon.py); Adafactor; groups added later; several
           devices per rank; the meta device and optimizers over shards (fsdp.py); NCCL's
-          reduce-scatter, which adds in another order; training after an error. In Zero3: overlap of
-          gathers (fsdp.py), and outputs that are the input changed in place, a view of a parameter,
-          or in other objects than lists, tuples and dicts
+          reduce-scatter, which adds in another order; nn.Embedding(max_norm=…); a backward under
+          another CUDA stream than its forward; training after an error. In Zero3: overlap of
+          gathers (fsdp.py), gradients of gradients outside of full_parameters(), and outputs that
+          are the input changed in place, a view of a parameter, or in other objects than lists,
+          tuples and dicts
 """
 
 import argparse
@@ -164,37 +166,79 @@ class Zero3Unit(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. ZeRO-1: the optimizer holds this rank's part of the parameters, in buckets.
+# 2. ZeRO-1: the optimizer holds this rank's shard of the parameters, in buckets.
+
+
+def bucket_lists(parameters, kind, cap_bytes):
+    """Return lists of parameters of one kind. The last parameters come first, as in backward."""
+    lists = []
+    filling = {}  # kind: the list that has less than `cap_bytes`
+    for parameter in reversed(parameters):
+        together = filling.setdefault(kind(parameter), [])
+        together.append(parameter)
+        if sum(p.nbytes for p in together) >= cap_bytes:
+            lists.append(filling.pop(kind(parameter)))
+    return [*lists, *filling.values()]
+
+
+def flatten_and_move(parameters, N):
+    """Move the parameters into one flat tensor, which N divides. They become views of it.
+
+    They begin at multiples of 64 bytes, as in PyTorch's own memory, and keep the strides of the
+    plain model. Otherwise kernels are slower or round differently. Shards have multiples of 16
+    bytes, for NCCL's speed.
+    """
+    first = parameters[0]
+    numels = [round_up(parameter.numel(), 64 // first.itemsize) for parameter in parameters]
+    total = max(1, sum(numels))  # no shard is empty
+    flat = first.new_zeros(round_up(total, N * 16 // first.itemsize))
+    start = 0
+    for parameter, numel in zip(parameters, numels, strict=True):
+        stride = torch.empty_like(parameter, device="meta").stride()
+        view = flat.as_strided(parameter.shape, stride, start)
+        parameter.data = view.copy_(parameter.data)
+        start += numel
+    return flat
+
+
+def round_up(number, multiple):
+    return -(-number // multiple) * multiple
 
 
 class Bucket:
-    """Parameters of one dtype, all trained or all frozen, in a flat tensor of N equal parts.
+    """Parameters of one kind, in a flat tensor that is cut into N equal shards.
 
-    For the parameters weight = ■■■ and bias = □ on two ranks:
+    A kind is a dtype, and trained or frozen. For the parameters weight = ■■■ and bias = □ on two
+    ranks:
 
                 rank 0            rank 1
         flat    ■■■□              ■■■□                the parameters are views of it
-        part    ■■                ■□                  a view of flat
-        master  ■■                ■□                  the part; or a copy: fp32, offloaded, in Zero3
-        slots   weight ■■         weight ■, bias □    segments of master for the optimizer
+        shard   ■■                ■□                  a view of flat
+        master  ■■                ■□                  the shard, or a copy: fp32, offload, Zero3
+        slots   weight ■■         weight ■, bias □    shards of parameters: views of master
         grad    ■■                ■□                  gradients, added over the ranks
     """
 
-    def __init__(self, parameters, process_group, offload, copy_part):
+    copies_shard = False  # True: master must not be the shard itself
+
+    def __init__(self, parameters, process_group, offload):
         self.parameters = parameters
         self.process_group = process_group
         self.N = dist.get_world_size(process_group)
-        self.flat = flatten(parameters, self.N)  # this makes the parameters views of it
-        self.part = self.flat.chunk(self.N)[dist.get_rank(process_group)]
+        self.flat = flatten_and_move(parameters, self.N)
+        self.viewed = self.flat  # what the parameters are views of
+        self.shard = self.flat.chunk(self.N)[dist.get_rank(process_group)]
         dtype = torch.float32 if self.flat.itemsize == 2 else self.flat.dtype
-        self.master = self.part.to(offload or self.flat.device, dtype, copy=copy_part)
+        device = offload or self.flat.device
+        self.master = self.shard.to(device, dtype, copy=self.copies_shard)
+        if self.flat.is_cuda and not self.master.is_cuda:
+            self.master = self.master.pin_memory()  # copies are faster
         self.slots = [Slot(parameter, self) for parameter in parameters]
         self.grad = None  # step() divides it by N
         self.reducing = None  # during an all-to-all: its handle, and its output
-        self.freed = False  # True while Zero3 has freed the memory of `flat`
 
     def start_reduce(self):
-        """Move the gradients out of .grad, and start to send part r of them to rank r."""
+        """Move the gradients out of .grad, and start to send shard r of them to rank r."""
         gradients = torch.empty_like(self.flat)  # zeroing it would take 3% of a step
         for slot in self.slots:
             view = slot.view(gradients)
@@ -204,7 +248,7 @@ class Bucket:
                 view.copy_(slot.parameter.grad.to_dense())  # nn.Embedding(sparse=True)
                 slot.parameter.grad = None
                 slot.has_gradient = True
-        received = torch.empty_like(gradients)  # part r is from rank r
+        received = torch.empty_like(gradients)  # shard r is from rank r
         handle = dist.all_to_all_single(
             received, gradients, group=self.process_group, async_op=True
         )
@@ -215,71 +259,82 @@ class Bucket:
         handle, received = self.reducing
         self.reducing = None
         handle.wait()
-        for part in received.chunk(self.N):  # torch.sum() adds more than 4 in another order
+        for shard in received.chunk(self.N):  # torch.sum() adds more than 4 in another order
             if self.grad is None:
-                self.grad = part.to(self.master.dtype)  # a sum in fp16 would overflow at 65504
+                self.grad = shard.to(self.master.dtype)  # a sum in fp16 would overflow at 65504
             else:
-                self.grad = self.grad + part  # not +=: a view of `received` would keep it alive
+                self.grad = self.grad + shard  # not +=: a view of `received` would keep it alive
 
     def all_gather(self):
         """Fill `flat` with the masters of all ranks."""
-        if not self.freed:  # Zero3's next forward gathers it
-            self.part.copy_(self.master)
-            all_gather_single(self.flat, self.part, group=self.process_group)
+        self.shard.copy_(self.master)
+        all_gather_single(self.flat, self.shard, group=self.process_group)
 
 
 class Slot:
-    """The place of one parameter in its bucket.
-
-    Its segment is what lies in this rank's part, if anything. Comments are about rank 1 above.
-    """
+    """The place of one parameter in its bucket. Comments are about rank 1 above."""
 
     def __init__(self, parameter, bucket):
         self.parameter = parameter
+        self.parameter_class = type(parameter)
         self.has_gradient = False  # on any rank, in .grad or reduced already
         self.stride = parameter.stride()
         self.start = parameter.storage_offset()  # in `flat`: weight 0, bias 3
-        first = self.start - bucket.part.storage_offset()  # in the part: weight -2, bias 1
-        # A slice ends where the part ends.
-        self.in_part = slice(max(0, first), max(0, first + parameter.numel()))
-        self.segment = bucket.master[self.in_part]
-        self.offset = max(0, -first)  # of the segment in the parameter: weight 2, bias 0
+        first = self.start - bucket.shard.storage_offset()  # in the shard: weight -2, bias 1
+        # A slice ends where the shard ends.
+        self.in_shard = slice(max(0, first), max(0, first + parameter.numel()))
+        self.shard = bucket.master[self.in_shard]  # this rank's elements, if any: ■ and □
+        self.offset = max(0, -first)  # of `shard` in the parameter: weight 2, bias 0
 
     def view(self, flat):
         """Return the parameter's elements of a tensor such as `flat`, in its shape."""
         return flat.as_strided(self.parameter.shape, self.stride, self.start)
 
 
+def shard_groups(optimizer):
+    """Return the parameter groups with shards for parameters, for the inner optimizer."""
+    groups = []
+    for group in optimizer.param_groups:
+        shards = [optimizer._slots[parameter].shard for parameter in group["params"]]
+        groups.append({**group, "params": shards})
+    return groups
+
+
 def buckets_to_reduce(optimizer):
     """Return the buckets with a .grad on any rank. Set has_gradient of each slot.
 
     Ranks may use different parameters, but must issue the same collectives, and update the same
-    segments. So they tell each other what they have.
+    shards. So they tell each other what they have.
     """
+    buckets = optimizer._buckets
     slots = list(optimizer._slots.values())
     flags = [slot.has_gradient or slot.parameter.grad is not None for slot in slots]
-    for bucket in optimizer._buckets:
-        flags.append(any(parameter.grad is not None for parameter in bucket.parameters))
-    flags = optimizer._buckets[0].flat.new_tensor(flags, dtype=torch.uint8)
+    flags += [any(p.grad is not None for p in bucket.parameters) for bucket in buckets]
+    flags = buckets[0].flat.new_tensor(flags, dtype=torch.uint8)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=optimizer.process_group)
     flags = flags.tolist()  # the host waits for the device here
-    for slot in slots:
-        slot.has_gradient = bool(flags.pop(0))
-    return [bucket for bucket, flag in zip(optimizer._buckets, flags, strict=True) if flag]
+    for slot, flag in zip(slots, flags[: len(slots)], strict=True):
+        slot.has_gradient = bool(flag)
+    return [bucket for bucket, flag in zip(buckets, flags[len(slots) :], strict=True) if flag]
 
 
 class Zero1(torch.optim.Optimizer):
     """Averages gradients over `process_group` and updates the parameters, each rank 1/N of them.
 
-    Move `module` to its device first. make_buckets() explains the other arguments.
+    module            has the parameters. Move it to its device first. Rank 0's parameters and
+                      buffers are copied to all ranks. Later, buffers are not synchronized.
+    optimizer_class   makes an elementwise optimizer, with **optimizer_kwargs
+    process_group     the ranks; None: all
+    offload           "cpu": masters and optimizer state are in host memory, and updated there
+    bucket_cap_mb     a bucket is full at this size. A gradient is sent when its bucket is full.
+    params            the parameters, or parameter groups, to train; None: all of the module
 
-    It has the whole parameters and their options, for schedulers. Its inner optimizer has the
-    segments and their state. Drop or clip gradients with this class: module.zero_grad() and torch's
-    clip_grad_norm_() see only a rank's own.
+    `param_groups` and `state` are those of the plain optimizer, for schedulers, but tensors in
+    `state` are shards. The inner optimizer has shards for parameters. Drop or clip gradients with
+    this class: module.zero_grad() and torch's clip_grad_norm_() see only a rank's own.
     """
 
-    _around = {}  # of Zero3, for make_buckets()
-    _sync = True  # False in no_sync(), for Zero2 and Zero3
+    bucket_class = Bucket
 
     def __init__(
         self,
@@ -296,16 +351,25 @@ class Zero1(torch.optim.Optimizer):
         super().__init__(module.parameters() if params is None else params, dummy.defaults)
         self.module = module
         self.process_group = process_group
-        # The last parameters come first, as in backward.
-        self._buckets = make_buckets(self, type(dummy), offload, bucket_cap_mb * 2**20)
+        trained = set(self._parameters())
+        parameters = [p for p in module.parameters() if p in trained]
+        lists = bucket_lists(parameters, self._kind, bucket_cap_mb * 2**20)
+        check_arguments(self, type(dummy), lists)
+        self._broadcast()
+        self._buckets = [self.bucket_class(each, process_group, offload) for each in lists]
         self._slots = {slot.parameter: slot for bucket in self._buckets for slot in bucket.slots}
-        self._optimizer = optimizer_class(segment_groups(self), **optimizer_kwargs)
+        self._optimizer = optimizer_class(shard_groups(self), **optimizer_kwargs)
+        self._take_state()
+
+    def _kind(self, parameter):
+        """Return what is alike for all parameters in a bucket."""
+        return parameter.dtype, parameter.requires_grad
 
     def step(self, closure=None):
-        """Update this rank's segments, drop the gradients, and gather the parameters."""
+        """Update this rank's shards, drop the gradients, and gather the parameters."""
         loss = closure and closure()
         check_step(self)
-        adopt_user_writes(self)  # such as module.load_state_dict()
+        self._adopt_user_writes()  # such as module.load_state_dict()
         buckets = self._reduce_gradients()
         for bucket in buckets:
             bucket.grad /= bucket.N  # once, as on one device
@@ -313,9 +377,10 @@ class Zero1(torch.optim.Optimizer):
             for slot in bucket.slots:
                 # Optimizers skip a parameter without a gradient, but not one with zeros.
                 if slot.has_gradient:
-                    slot.segment.grad = grad[slot.in_part]
-        # Again, because schedulers change options. The state stays: its keys are the segments.
-        self._optimizer.param_groups = segment_groups(self)
+                    slot.shard.grad = grad[slot.in_shard]
+        # Again, because schedulers change options, and users reset state.
+        self._optimizer.param_groups = shard_groups(self)
+        self._optimizer.state = {slot.shard: self.state[p] for p, slot in self._slots.items()}
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.zero_grad()
@@ -347,25 +412,34 @@ class Zero1(torch.optim.Optimizer):
             for slot in bucket.slots:
                 slot.has_gradient = False
 
-    @contextmanager
     def no_sync(self):
         """A context for all backwards of a step but the last. Gradients stay whole, in .grad."""
-        before = self._sync
-        self._sync = False
-        try:
-            yield
-        finally:
-            self._sync = before
+        return nullcontext()  # in Zero1, backward never reduces
 
-    # The library. Section 6 says what these methods do; go on with section 3.
+    # The library. Section 5 says what these methods do; go on with section 3.
+
+    def _parameters(self):  # of all groups, in the order of state dicts
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _broadcast(self):
+        broadcast_from_rank_0(self)
+
+    def _take_state(self):  # of the inner optimizer's shards, under our parameters
+        self.state.update((p, self._optimizer.state[s.shard]) for p, s in self._slots.items())
+
+    def _adopt_user_writes(self):
+        adopt_user_writes(self)
+
+    def __getstate__(self):
+        check_is_copied(self)
 
     def add_param_group(self, param_group):
         if hasattr(self, "_buckets"):
             raise ValueError("the buckets are made: give all parameter groups to the constructor")
         super().add_param_group(param_group)
 
-    def clip_grad_norm_(self, max_norm, *, counted=None, process_groups=()):
-        return clip_grad_norm_(self, max_norm, counted, process_groups)
+    def clip_grad_norm_(self, max_norm, norm_type=2.0, *, counted=None, process_groups=()):
+        return clip_grad_norm_(self, max_norm, norm_type, counted, process_groups)
 
     def unscale_(self, loss_scale):
         return unscale_(self, loss_scale)
@@ -388,6 +462,33 @@ class Zero1(torch.optim.Optimizer):
 # 3. ZeRO-2: backward reduces gradients, so that few are whole at a time.
 
 
+class WeakHook:
+    """Calls a method of the optimizer, but does not keep it alive, as a module's hooks would."""
+
+    def __init__(self, method=None):
+        self.method = method and weakref.WeakMethod(method)
+
+    @torch.compiler.disable
+    def __call__(self, *args):
+        method = self.method and self.method()
+        if method:
+            method(*args)
+
+    def __reduce__(self):  # copy.deepcopy(model) and torch.save(model) get here
+        return WeakHook, ()  # which does nothing: the copy is not the optimizer's module
+
+
+def hook_outputs(inputs, output, hook):
+    """Let backward call `hook` when it reaches a tensor in `output`.
+
+    An output that is also an input was made by another module, which has hooked it.
+    """
+    inputs = {id(leaf) for leaf in tree_leaves(inputs)}
+    for leaf in tree_leaves(output):
+        if getattr(leaf, "grad_fn", None) and id(leaf) not in inputs:
+            leaf.register_hook(hook)
+
+
 class Zero2(Zero1):
     """Zero1 with sharded gradients. Backward reduces a bucket when it is full, and goes on.
 
@@ -397,16 +498,36 @@ class Zero2(Zero1):
 
     def __init__(self, module, *args, **kwargs):
         super().__init__(module, *args, **kwargs)
+        self._sync = True  # False in no_sync()
         self._in_backward = False
         self._to_reduce = []  # the buckets that the running backward has yet to reduce
         self._arrived = set()  # parameters whose gradients this backward has computed
+        self._nodes = []  # of autograd, which add to .grad; they keep their hooks alive
         hook = WeakHook(self._post_accumulate_grad)
         for parameter in self._slots:
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(hook)
+                # A hook on the node runs after all hooks on the parameter, such as the user's.
+                node = torch.autograd.graph.get_gradient_edge(parameter).node
+                node.register_hook(functools.partial(hook, parameter))
+                self._nodes.append(node)
         module.register_forward_hook(WeakHook(self._post_forward), with_kwargs=True)
 
-    def _post_accumulate_grad(self, parameter):
+    def _post_forward(self, module, args, kwargs, output):
+        """A hook. Let backward call _begin_backward(module) when it reaches an output."""
+        hook_outputs((args, kwargs), output, functools.partial(self._begin_backward, module))
+
+    def _begin_backward(self, module=None, gradient=None):
+        """A hook. Backward has reached an output of `module`, or begins with a parameter."""
+        if self._in_backward:
+            return
+        self._in_backward = True
+        if self._sync:
+            self._to_reduce = [b for b in self._buckets if b.parameters[0].requires_grad]
+        # _post_backward runs when the current backward ends. A first gradient may come inside the
+        # inner backward of a reentrant checkpoint, which ends earlier. So outputs call this, too.
+        torch.autograd.Variable._execution_engine.queue_callback(self._post_backward)
+
+    def _post_accumulate_grad(self, parameter, *_):
         """A hook. Backward has added to the .grad of `parameter`."""
         self._begin_backward()  # unless an output of the module has
         self._arrived.add(parameter)
@@ -425,59 +546,100 @@ class Zero2(Zero1):
         self._arrived.clear()
         self._in_backward = False
 
-    def _begin_backward(self, module=None, gradient=None):
-        """A hook. Backward has reached an output of `module`, or begins with a parameter."""
-        if self._in_backward:
-            return
-        self._in_backward = True
-        if self._sync:
-            self._to_reduce = [b for b in self._buckets if b.parameters[0].requires_grad]
-        # When the backward that runs now ends. So outputs call this, too: a first gradient may come
-        # in the inner backward of a reentrant checkpoint, which ends too early.
-        torch.autograd.Variable._execution_engine.queue_callback(self._post_backward)
-
-    def _post_forward(self, module, args, kwargs, output):
-        """A hook. Let backward call _begin_backward(module) when it reaches an output."""
-        hook_outputs((args, kwargs), output, functools.partial(self._begin_backward, module))
+    @contextmanager
+    def no_sync(self):
+        before = self._sync
+        self._sync = False
+        try:
+            yield
+        finally:
+            self._sync = before
 
 
 # --------------------------------------------------------------------------------------------------
 # 4. ZeRO-3: parameters have memory only when they are needed.
 
 
-def free(bucket):
-    """Free the memory of `flat`, but keep the storage object.
+class FreeableBucket(Bucket):
+    """A bucket whose parameters have memory only between unfree() and free()."""
 
-    Tensors that autograd saved for backward share it, and unfree() fills it again. Until then, the
-    parameters' .data is one NaN, expanded.
+    copies_shard = True  # free() frees the shard, but not the master
+
+    def free(self):
+        """Free the memory of `flat`, but keep the storage object.
+
+        Tensors that autograd saved for backward share it, and unfree() fills it again. Until then,
+        the parameters' .data is one NaN, expanded.
+        """
+        nan = torch.full((), torch.nan, device=self.flat.device)
+        self.viewed = nan.to(self.flat.dtype)
+        for slot in self.slots:
+            slot.parameter.data = self.viewed.expand(slot.parameter.shape)
+            slot.parameter.__class__ = FreedParameter
+        self.flat.untyped_storage().resize_(0)
+
+    def unfree(self):
+        """Allocate and gather `flat`."""
+        check_is_here(self)
+        self.flat.untyped_storage().resize_(self.flat.nbytes)
+        self.viewed = self.flat
+        for slot in self.slots:
+            slot.parameter.__class__ = slot.parameter_class
+            slot.parameter.data = slot.view(self.flat)
+        self.all_gather()
+
+    @property
+    def freed(self):
+        return self.viewed is not self.flat
+
+    def all_gather(self):
+        if not self.freed:  # otherwise the next forward gathers
+            super().all_gather()
+
+
+class FreedParameter(nn.Parameter):
+    """The class of a parameter while it is freed. It refuses to be used."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        check_is_unused(function)  # for writing
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        check_is_unused(function, result)
+        return result
+
+
+def units_around(module, units=None):
+    """Return the set of units around each module and around each parameter inside `module`.
+
+    A unit is around a parameter if it has all modules that share the parameter. If the model has
+    the unit `block` and a layer `head`: {model, block} for the block and for its parameters, and
+    {model} for the head.
     """
-    bucket.nan = torch.full((), torch.nan, device=bucket.flat.device).to(bucket.flat.dtype)
-    for slot in bucket.slots:
-        slot.parameter.data = bucket.nan.expand(slot.parameter.shape)
-    bucket.flat.untyped_storage().resize_(0)
-    bucket.freed = True
+    if units is None:
+        lists = [m for m in module.modules() if isinstance(m, (nn.Sequential, nn.ModuleList))]
+        units = itertools.chain(*lists)
+    around = {child: frozenset() for child in module.modules()}
+    units = {module, *units}
+    if not around.keys() >= units:
+        raise ValueError("units has modules that are not inside the module")
+    for unit in units:
+        for child in unit.modules():
+            around[child] |= {unit}
+    for child in module.modules():
+        for parameter in child.parameters(recurse=False):
+            around[parameter] = around[child] & around.get(parameter, around[child])
+    return around
 
 
-def unfree(bucket):
-    """Allocate and gather `flat`."""
-    check_is_here(bucket)
-    bucket.flat.untyped_storage().resize_(bucket.flat.nbytes)
-    bucket.freed = False
-    for slot in bucket.slots:
-        slot.parameter.data = slot.view(bucket.flat)
-    bucket.all_gather()
+def buckets_needed(buckets, around, module):
+    """Return {child: the buckets to gather for it}: those with no other units around them.
 
-
-def buckets_needed(optimizer):
-    """Return {module: the buckets to gather for it}.
-
-    The parameters of a bucket have the same units around them. Modules inside all of these need it:
-    a block needs its own buckets, and those of the whole module.
+    Above, the block needs the buckets with {model, block} and with {model}. The head needs those
+    with {model}.
     """
-    around = optimizer._around
     needed = {}
-    for child in optimizer.module.modules():
-        needed[child] = [b for b in optimizer._buckets if around[b.parameters[0]] <= around[child]]
+    for child in module.modules():
+        needed[child] = [b for b in buckets if around[b.parameters[0]] <= around[child]]
     return needed
 
 
@@ -493,22 +655,28 @@ class Zero3(Zero2):
     all its uses. All ranks must run the same units in the same order. If they use different members
     of a list, such as experts, let the list be a unit.
 
-    Freed parameters are NaN, and lose what is written to them. So call a unit instead of reading
-    its weights. Initialize, load, copy or read parameters in full_parameters().
+    A freed parameter refuses to be used. So call a unit instead of reading its weights. Initialize,
+    load, copy or read parameters, and compute gradients of gradients, in full_parameters().
     """
+
+    bucket_class = FreeableBucket
 
     def __init__(self, module, *args, units=None, **kwargs):
         # {module or parameter: the units that have it inside, or are it}
         self._around = units_around(module, units)
         super().__init__(module, *args, **kwargs)
-        self._needed = buckets_needed(self)  # {module: the buckets of the units around it}
+        # {module: the buckets of the units around it}
+        self._needed = buckets_needed(self._buckets, self._around, module)
         self._kept = []  # buckets that are whole when no unit runs: all in full_parameters()
         for child in module.modules():  # a module inside a unit may run alone
             child.register_forward_pre_hook(WeakHook(self._enter), prepend=True)
+            child.register_load_state_dict_pre_hook(check_is_whole)  # assign=True, too
             if child is not module:  # Zero2.__init__ has hooked it, with the method below
                 child.register_forward_hook(WeakHook(self._post_forward), with_kwargs=True)
-        guard(module)  # against reading freed parameters
         self._unshard_only(self._kept)
+
+    def _kind(self, parameter):
+        return *super()._kind(parameter), self._around[parameter]
 
     def _enter(self, module, args=None):
         """A hook. `module` is about to run forward, or has been reached by backward."""
@@ -525,6 +693,7 @@ class Zero3(Zero2):
     def _begin_backward(self, module=None, gradient=None):
         super()._begin_backward()
         if module is not None:
+            check_create_graph(self)
             self._enter(module)
 
     def _unshard_only(self, needed):
@@ -535,10 +704,10 @@ class Zero3(Zero2):
         past = [b for b in self._buckets if not (b.freed or b in needed)]
         self._reduce_past(past)
         for bucket in past:
-            free(bucket)
+            bucket.free()
         for bucket in needed:
             if bucket.freed:
-                unfree(bucket)
+                bucket.unfree()
 
     def _reduce_past(self, past):
         """Reduce the units that backward leaves. Outside of a backward, _to_reduce is empty."""
@@ -557,7 +726,7 @@ class Zero3(Zero2):
         super()._post_backward()
         self._unshard_only(self._kept)
 
-    # The library: see section 6.
+    # The library: see section 5.
 
     def full_parameters(self):
         return full_parameters(self)
@@ -567,165 +736,73 @@ class Zero3(Zero2):
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. What the classes call: masters, memory, buckets, units and hooks.
+# 5. The library: start, norms, whole parameters, state dicts and pieces of checkpoints.
+
+
+def broadcast_from_rank_0(optimizer):
+    """Give all ranks rank 0's parameters and buffers."""
+    group = optimizer.process_group
+    for each in [*same_parameters(optimizer), *optimizer.module.buffers()]:
+        # One element stands for all of an expanded dimension.
+        ones = tuple(slice(None if stride else 1) for stride in each.stride())
+        tensor = each.detach()[ones]
+        values = tensor.new_empty(tensor.shape).copy_(tensor)  # dense, and not conjugated
+        # As bytes, because gloo has no int16, and in torch 2.6 no complex numbers.
+        dist.broadcast(values.view(-1).view(torch.uint8), group=group, group_src=0)
+        tensor.copy_(values)
+
+
+def same_parameters(optimizer):
+    """Return the parameters of which all ranks of the group hold the same values.
+
+    Split modules list the global ranks that differ. Two of them must be in the group.
+    """
+    members = dist.get_process_group_ranks(optimizer.process_group or dist.group.WORLD)
+    different = set()
+    for child in optimizer.module.modules():
+        ranks = getattr(child, "differ_between_ranks", ())
+        if len(set(members).intersection(ranks)) > 1:
+            different.update(child.parameters())
+    return [parameter for parameter in optimizer.module.parameters() if parameter not in different]
 
 
 def adopt_user_writes(optimizer):
     """Copy to the masters what the user wrote into the parameters since the last step.
 
-    An element was written if it differs from its master, rounded to the parameters' dtype.
+    An element was written if it differs from its master, rounded to the parameters' dtype. Versions
+    of tensors would take less time, but do not count writes to .data.
     """
     for bucket in optimizer._buckets:
-        if bucket.master is not bucket.part and not bucket.freed:
-            values = bucket.part.to(bucket.master.device)
+        if bucket.master is not bucket.shard and bucket.viewed is bucket.flat:
+            values = bucket.shard.to(bucket.master.device)
             unchanged = bucket.master.to(values.dtype) == values
             bucket.master.copy_(torch.where(unchanged, bucket.master, values))
 
 
-def parameters_of(optimizer):
-    """Return the parameters of all groups, in the order of state dicts."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def segment_groups(optimizer):
-    """Return the parameter groups with segments for parameters, for the inner optimizer."""
-    groups = []
-    for group in optimizer.param_groups:
-        segments = [optimizer._slots[parameter].segment for parameter in group["params"]]
-        groups.append({**group, "params": segments})
-    return groups
-
-
-def flatten(parameters, N):
-    """Return a tensor with all parameters, which N divides. Make the parameters views of it.
-
-    They begin at multiples of 64 bytes, as in PyTorch's own memory, and keep the strides of the
-    plain model. Otherwise kernels are slower or round differently. Parts have multiples of 16
-    bytes, for NCCL's speed.
-    """
-    first = parameters[0]
-    numels = [round_up(parameter.numel(), 64 // first.itemsize) for parameter in parameters]
-    total = max(1, sum(numels))  # no part is empty
-    flat = first.new_zeros(round_up(total, N * 16 // first.itemsize))
-    start = 0
-    for parameter, numel in zip(parameters, numels, strict=True):
-        stride = torch.empty_like(parameter, device="meta").stride()
-        view = flat.as_strided(parameter.shape, stride, start)
-        parameter.data = view.copy_(parameter.data)
-        start += numel
-    return flat
-
-
-def round_up(number, multiple):
-    return -(-number // multiple) * multiple
-
-
-def make_buckets(optimizer, optimizer_class, offload, cap_bytes):
-    """Check the arguments, and put the parameters of rank 0 into buckets. Return these.
-
-    Buffers of rank 0 are copied, too, but not synchronized afterwards. `params` are the parameters
-    or groups to train. offload="cpu" keeps masters and optimizer state in host memory, and updates
-    there. In Zero3, all parameters in a bucket are in the same units. The last ones come first, as
-    in backward.
-    """
-    if dist.get_rank(optimizer.process_group) < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in process_group")
-    trained = set(parameters_of(optimizer))
-    lists = []
-    filling = {}  # kind: the list that has less than `cap_bytes`
-    for parameter in reversed(list(optimizer.module.parameters())):
-        if parameter in trained:
-            around = optimizer._around.get(parameter)
-            kind = (parameter.dtype, parameter.requires_grad, around)
-            together = filling.setdefault(kind, [])
-            together.append(parameter)
-            if sum(p.nbytes for p in together) >= cap_bytes:
-                lists.append(filling.pop(kind))
-    lists += filling.values()
-    group = optimizer.process_group
-    same = same_parameters(optimizer.module, group)
-    check_arguments(optimizer, optimizer_class, lists, same)
-    for tensor in [*same, *optimizer.module.buffers()]:
-        values = tensor.detach().reshape(-1)
-        # As bytes, because gloo has no int16, and in torch 2.6 no complex numbers.
-        dist.broadcast(values.view(torch.uint8), group=group, group_src=0)
-        tensor.detach().copy_(values.view_as(tensor))
-    copy_part = bool(optimizer._around)  # Zero3 frees parts, but not masters
-    return [Bucket(parameters, group, offload, copy_part) for parameters in lists]
-
-
-def units_around(module, units=None):
-    """Return the set of units around each module and around each parameter inside `module`.
-
-    A unit is around a parameter if it has all modules that share the parameter.
-    """
-    if units is None:
-        lists = [m for m in module.modules() if isinstance(m, (nn.Sequential, nn.ModuleList))]
-        units = itertools.chain(*lists)
-    around = {child: frozenset() for child in module.modules()}
-    units = {module, *units}
-    if not around.keys() >= units:
-        raise ValueError("units has modules that are not inside the module")
-    for unit in units:
-        for child in unit.modules():
-            around[child] |= {unit}
-    for child in module.modules():
-        for parameter in child.parameters(recurse=False):
-            around[parameter] = around[child] & around.get(parameter, around[child])
-    return around
-
-
-def hook_outputs(inputs, output, hook):
-    """Let backward call `hook` when it reaches a tensor in `output`.
-
-    An output that is also an input was made by another module, which has hooked it.
-    """
-    inputs = {id(leaf) for leaf in tree_leaves(inputs)}
-    for leaf in tree_leaves(output):
-        if getattr(leaf, "grad_fn", None) and id(leaf) not in inputs:
-            leaf.register_hook(hook)
-
-
-class WeakHook:
-    """Calls a method of the optimizer, but does not keep it alive, as a module's hooks would."""
-
-    def __init__(self, method):
-        self.method = weakref.WeakMethod(method)
-
-    @torch.compiler.disable
-    def __call__(self, *args):
-        method = self.method()
-        if method:
-            method(*args)
-
-    def __deepcopy__(self, memo):  # copy.deepcopy(model) gets here
-        if self.method():
-            check_is_whole(self.method().__self__.module)
-        return lambda *args: None  # the copy is not the optimizer's module
-
-
-# --------------------------------------------------------------------------------------------------
-# 6. The library: norms, whole parameters, state dicts and pieces of checkpoints.
-
-
-def clip_grad_norm_(optimizer, max_norm, counted, process_groups):
+def clip_grad_norm_(optimizer, max_norm, norm_type, counted, process_groups):
     """Scale the averaged gradients to a norm of at most `max_norm`. Return their norm.
 
-    `process_groups` are those over which the model is split. If several of their ranks hold a copy
-    of a parameter, counted(parameter) must be True on one.
+    `norm_type` is 2 or another positive number, or inf. `process_groups` are those over which the
+    model is split. If several of their ranks hold a copy of a parameter, counted(parameter) must be
+    True on one.
     """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type is {norm_type}: give a positive number or inf")
     buckets = optimizer._reduce_gradients()
     gradients = [
-        bucket.grad[slot.in_part]
+        bucket.grad[slot.in_shard]
         for bucket in buckets
         for slot in bucket.slots
-        if counted is None or counted(slot.parameter)
+        if slot.shard.numel() and (counted is None or counted(slot.parameter))
     ]
-    norm = nn.utils.get_total_norm(gradients).to(optimizer._buckets[0].flat.device)
-    total = norm.double() ** 2
+    norm = nn.utils.get_total_norm(gradients, norm_type)
+    norm = norm.to(optimizer._buckets[0].flat.device, torch.float64)
     for group in (optimizer.process_group, *process_groups):
-        dist.all_reduce(total, group=group)
-    norm = total.sqrt() / optimizer._buckets[0].N  # until step(), gradients are sums over ranks
+        norms = norm.new_empty(dist.get_world_size(group))
+        all_gather_single(norms, norm.view(1), group=group)
+        norm = torch.linalg.vector_norm(norms, norm_type)
+    norm /= optimizer._buckets[0].N  # until step(), gradients are sums over ranks
     if max_norm < torch.inf:  # otherwise an infinite norm would turn all gradients into NaN
         for bucket in buckets:
             bucket.grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -764,10 +841,7 @@ def full_parameters(optimizer):
         optimizer._unshard_only(optimizer._kept)
 
 
-# These optimizers update each element on its own. Their state has one number for each element, but
-# those in PER_TENSOR for the whole parameter.
-ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax"}
-ELEMENTWISE |= {"NAdam", "RAdam", "RMSprop", "Rprop", "ASGD"}
+# Elementwise optimizers' state has a number for each element, or these for the whole parameter.
 PER_TENSOR = {"step", "mu_product", "eta", "mu"}
 
 
@@ -777,19 +851,20 @@ def whole_state_dict(optimizer):
     The state of a 16-bit parameter also has its "master".
     """
     group = optimizer.process_group
-    whole = torch.optim.Optimizer.state_dict(optimizer)  # without state
-    for number, parameter in enumerate(parameters_of(optimizer)):
+    whole = torch.optim.Optimizer.state_dict(optimizer)
+    whole["state"] = {}
+    for number, parameter in enumerate(optimizer._parameters()):
         slot = optimizer._slots[parameter]
-        state = dict(optimizer._optimizer.state[slot.segment])
-        if slot.segment.dtype != parameter.dtype:
-            state["master"] = slot.segment
+        state = dict(optimizer.state[parameter])
+        if slot.shard.dtype != parameter.dtype:
+            state["master"] = slot.shard
         for name, value in state.items():
             state[name] = value.cpu().clone()
-            # All ranks have the same entries: step() gives empty segments a gradient, too.
+            # All ranks have the same entries: step() gives empty shards a gradient, too.
             if name not in PER_TENSOR:
-                segments = [None] * dist.get_world_size(group)
-                dist.all_gather_object(segments, state[name], group=group)
-                state[name] = torch.cat(segments).as_strided(parameter.shape, slot.stride)
+                shards = [None] * dist.get_world_size(group)
+                dist.all_gather_object(shards, state[name], group=group)
+                state[name] = torch.cat(shards).as_strided(parameter.shape, slot.stride)
         if state:
             whole["state"][number] = state
     return whole
@@ -799,81 +874,107 @@ def load_whole_state_dict(optimizer, state_dict):
     """Load the plain optimizer's state_dict, or one of this class at any number of ranks."""
     groups = {**state_dict, "state": {}}
     torch.optim.Optimizer.load_state_dict(optimizer, groups)  # checks them, too
-    states = {}  # of segments, by the number of the parameter
-    for number, parameter in enumerate(parameters_of(optimizer)):
+    states = {}  # of shards, by the number of the parameter
+    for number, parameter in enumerate(optimizer._parameters()):
         slot = optimizer._slots[parameter]
         state = copy.deepcopy(state_dict["state"].get(number, {}))
         for name in state.keys() - PER_TENSOR:
             whole = state[name]
             strided = whole.new_empty_strided(whole.shape, slot.stride).copy_(whole)
-            segment = strided.as_strided(slot.segment.shape, (1,), slot.offset)
-            state[name] = segment.clone()
+            shard = strided.as_strided(slot.shard.shape, (1,), slot.offset)
+            state[name] = shard.clone()
         if "master" in state:
-            slot.segment.copy_(state.pop("master"))
+            slot.shard.copy_(state.pop("master"))
         states[number] = state
     optimizer._optimizer.load_state_dict({**state_dict, "state": states})
+    optimizer._take_state()
 
 
 def shards_of(optimizer):
-    """Yield (parameter, offset, segment, state): this rank's elements, from element `offset` on.
+    """Yield (name, shape of the whole parameter, offset, shard, state) for each parameter.
 
-    After loading into segments, sync_parameters() writes all ranks' into the parameters.
+    The shard has this rank's elements of the flattened parameter, from element `offset` on. After
+    loading into shards, sync_parameters() writes all ranks' into the parameters.
     """
-    for parameter, slot in optimizer._slots.items():
-        shape = tuple(parameter.shape)
-        if not torch.empty_strided(shape, slot.stride, device="meta").is_contiguous():
-            raise ValueError(
-                f"a checkpoint would permute a parameter of shape {shape}, which is not "
-                "contiguous; save state_dict() instead"
-            )
-        state = optimizer._optimizer.state[slot.segment]
-        yield parameter, slot.offset, slot.segment, state
+    for name, parameter in optimizer.module.named_parameters():
+        if parameter in optimizer._slots:
+            slot = optimizer._slots[parameter]
+            shape = parameter.shape
+            if not torch.empty_strided(shape, slot.stride, device="meta").is_contiguous():
+                raise ValueError(
+                    f"a checkpoint would permute {name} of shape {tuple(shape)}, which is not "
+                    "contiguous; save state_dict() instead"
+                )
+            yield name, shape, slot.offset, slot.shard, optimizer.state[parameter]
 
 
 # --------------------------------------------------------------------------------------------------
-# 7. Checks.
+# 6. Checks.
 
 
-def check_arguments(optimizer, optimizer_class, lists, same):
+# These update each element on its own.
+ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax"}
+ELEMENTWISE |= {"NAdam", "RAdam", "RMSprop", "Rprop", "ASGD"}
+
+
+def check_arguments(optimizer, optimizer_class, lists):
     """Check the arguments, and that all ranks have the same model, buckets and options."""
     module = optimizer.module
-    if any(type(child).__name__ == "DistributedDataParallel" for child in module.modules()):
-        raise ValueError("DistributedDataParallel averages as well: give its module, ddp.module")
+    name = optimizer_class.__name__
     if not ELEMENTWISE & {parent.__name__ for parent in optimizer_class.__mro__}:
-        name = optimizer_class.__name__
         raise ValueError(f"{name} may need whole parameters; use one of {ELEMENTWISE}, or muon.py")
-    if not set(parameters_of(optimizer)).issubset(same):
+    for name, child in module.named_modules():
+        if type(child).__name__ == "DistributedDataParallel":
+            raise ValueError(f"{name or 'module'} averages, too: give its module, ddp.module")
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None:
+            raise ValueError(
+                f"{name or 'module'} has max_norm={child.max_norm}, so forward writes to the "
+                "weight, to other rows on each rank; scale the rows that forward returns instead"
+            )
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    for name, x in tensors:
+        if x.layout != torch.strided:
+            raise ValueError(f"{name} is sparse: register {name}.to_dense()")
+    groups = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
+    facts = [f"buckets of {[len(each) for each in lists]} parameters", *groups]
+    facts += [(name, x.shape, x.stride(), x.dtype, x.requires_grad) for name, x in tensors]
+    check_same_on_all_ranks(
+        "buckets, options and parameters (shape, strides, dtype, requires_grad)",
+        facts,
+        optimizer.process_group,
+    )
+    if not set(optimizer._parameters()).issubset(same_parameters(optimizer)):
         raise ValueError(
             "params must be in the module, without those of which ranks of process_group hold "
             "different values, such as experts"
         )
-    groups = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
-    described = [[len(each) for each in lists], *groups]
-    for name, x in [*module.named_parameters(), *module.named_buffers()]:
-        described.append((name, x.shape, x.stride(), x.dtype, x.requires_grad))
-    mine = {f"{number}: {each}" for number, each in enumerate(described)}
-    everyone = [None] * dist.get_world_size(optimizer.process_group)
-    dist.all_gather_object(everyone, mine, group=optimizer.process_group)
+
+
+def check_same_on_all_ranks(what, facts, process_group=None):
+    """Raise ValueError on all ranks of the group unless they give the same `facts`, in order.
+
+    Collectives of different sizes or dtypes abort the process or return garbage, so the ranks
+    compare what they are about to communicate. What only one rank finds wrong is a fact, too.
+    """
+    if dist.get_rank(process_group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in process_group")
+    mine = [f"{number}: {fact}" for number, fact in enumerate(facts)]
+    everyone = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(everyone, mine, group=process_group)
     for rank, theirs in enumerate(everyone):
-        if theirs != mine:
+        if theirs != everyone[0]:
+            here = sorted(set(theirs).difference(everyone[0]))
+            there = sorted(set(everyone[0]).difference(theirs))
             raise ValueError(
-                "ranks must have the same parameters (shape, strides, dtype, requires_grad), "
-                f"buckets and options; rank {rank} has {theirs - mine}"
+                f"all ranks must have the same {what}: rank {rank} has {here}, rank 0 {there}"
             )
 
 
-def same_parameters(module, process_group):
-    """Return the parameters of which all ranks of the group hold the same values.
-
-    Split modules list the global ranks that differ. Two of them must be in the group.
-    """
-    members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-    different = set()
-    for child in module.modules():
-        ranks = getattr(child, "differ_between_ranks", ())
-        if len(set(members).intersection(ranks)) > 1:
-            different.update(child.parameters())
-    return [parameter for parameter in module.parameters() if parameter not in different]
+def check_is_copied(optimizer):
+    raise TypeError(
+        "a copied or pickled optimizer would lose its buckets: save state_dict(), or make a new "
+        f"{type(optimizer).__name__} over the copied module"
+    )
 
 
 def check_step(optimizer):
@@ -884,44 +985,42 @@ def check_step(optimizer):
 
 
 def check_is_here(bucket):
-    values = bucket.nan if bucket.freed else bucket.flat
-    place = values.untyped_storage().data_ptr()
+    place = bucket.viewed.untyped_storage().data_ptr()
     if any(p.untyped_storage().data_ptr() != place for p in bucket.parameters):
         raise RuntimeError(
             "parameters are no longer where they were: make the optimizer after module.to()"
         )
 
 
-def guard(module):
-    """Let `module` refuse to be saved or loaded, or to compute with NaN, while it is freed."""
-    for child in module.modules():
-        child.register_state_dict_pre_hook(check_is_whole)
-        child.register_load_state_dict_pre_hook(check_is_whole)
-
-    @torch.compiler.disable
-    def check_output(module, args, output):
-        if not is_freed(module):
-            return
-        handle.remove()  # look at the first output only, because the host waits for the device
-        if any(torch.is_tensor(leaf) and leaf.isnan().any() for leaf in tree_leaves(output)):
-            raise RuntimeError(
-                "the first output has NaN, as freed parameters have: call self.pos(positions) "
-                "instead of reading self.pos.weight, or give `units` a module around both"
-            )
-
-    handle = module.register_forward_hook(check_output)
+WHILE_WHOLE = "in `with optimizer.full_parameters():`; save optimizer.module_state_dict()"
 
 
-def is_freed(module):
-    # A freed parameter is an expanded NaN, without strides.
-    return any(p.dim() and not any(p.stride()) for p in module.parameters())
+def check_create_graph(optimizer):
+    """Raise if backward builds a graph, because that graph would use freed parameters."""
+    if torch.is_grad_enabled() and optimizer._kept is not optimizer._buckets:
+        raise RuntimeError(
+            "Zero3 frees parameters that gradients of gradients need: run the forward and all "
+            "backwards with create_graph=True in `with optimizer.full_parameters():`"
+        )
 
 
 def check_is_whole(module, *_):
-    if is_freed(module):
+    if any(isinstance(parameter, FreedParameter) for parameter in module.parameters()):
+        raise RuntimeError(f"load parameters {WHILE_WHOLE}")
+
+
+def check_is_unused(function, result=None):
+    """Raise if a function writes to a freed parameter, or has read NaN from it."""
+    name = function.__name__
+    writes = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    is_grad = function == torch.Tensor.grad.__get__
+    made = [each for each in tree_leaves(result) if type(each) is torch.Tensor and not is_grad]
+    if writes or any(each.isnan().any() for each in made):
         raise RuntimeError(
-            "these parameters are sharded: save the optimizer's module_state_dict(), and load, "
-            "copy or initialize them in `with optimizer.full_parameters():`"
+            f"{name}() uses a sharded parameter, which is NaN and has no memory now: call "
+            "self.pos(positions) instead of reading self.pos.weight, or give `units` a module "
+            f"around both; initialize, read or copy parameters {WHILE_WHOLE}; call module.to() "
+            "before the optimizer is made"
         )
 
 

@@ -357,7 +357,7 @@ def train(names, ranks, step):
 def recipe(text, kind, folder, names):
     text = text.replace('"checkpoints"', repr(str(folder)))
     if kind == "fsdp":
-        text = re.sub("shards = .*\n    # with fsdp: ", "", text)
+        text = text.replace("optimizer.shards()  # with fsdp: ", "")
         text = text.replace("optimizer.sync_parameters()", "")
     exec(text, names)
 

@@ -4,6 +4,8 @@ import contextlib
 import copy
 import gc
 import math
+import pickle
+from collections import defaultdict
 from functools import partial
 
 import pool
@@ -25,6 +27,7 @@ from shared import (
     loss_of,
     make_batch,
     make_model,
+    randn,
 )
 
 import zero
@@ -265,6 +268,190 @@ def test_ranks_use_any_parameters_and_other_worlds_continue(worlds, numels):
         saved = pool.run(world_size, body_continues, stage, saved, numels)[0]
 
 
+# ---- What a training script does beside it
+
+
+def double_in_place(parameter):
+    parameter.grad.mul_(2)
+
+
+def double_by_another_tensor(parameter):
+    parameter.grad = parameter.grad * 2
+
+
+@pytest.mark.parametrize("edit", [double_in_place, double_by_another_tensor])
+@each_stage
+@pool.on(2)
+def test_a_gradient_that_a_later_hook_of_the_user_edits_is_the_one_that_counts(stage, edit):
+    model = plain_model()
+    ours, theirs, plain = make_pair(stage, model, "SGD", lr=0.1)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(edit)
+    theirs.param_groups[0]["lr"] = 0.2  # the gradients of ours are twice as large
+    train(ours, theirs, plain)
+
+
+def forget_one(optimizer):
+    last = optimizer.param_groups[0]["params"][-1]
+    del optimizer.state[last]
+
+
+def empty_entries(optimizer):
+    for parameter in optimizer.param_groups[0]["params"]:
+        optimizer.state[parameter] = {}
+
+
+def zero_moments(optimizer):
+    for state in optimizer.state.values():
+        state["exp_avg"].zero_()
+
+
+RESETS = {
+    "clear": lambda optimizer: optimizer.state.clear(),
+    "delete": forget_one,
+    "empty entries": empty_entries,
+    "another dict": lambda optimizer: setattr(optimizer, "state", defaultdict(dict)),
+    "moments": zero_moments,
+}
+
+
+@pytest.mark.parametrize("reset", RESETS)
+@pool.on(2)
+def test_state_is_reset_as_that_of_the_plain_optimizer(reset):
+    ours, theirs, plain = make_pair(zero.Zero2, plain_model())
+    train(ours, theirs, plain)
+    for optimizer in (ours, theirs):
+        RESETS[reset](optimizer)
+    train(ours, theirs, plain)
+    assert_bitwise(ours.state_dict(), theirs.state_dict())
+    ours.load_state_dict(ours.state_dict())
+    for optimizer in (ours, theirs):
+        RESETS[reset](optimizer)
+    train(ours, theirs, plain)
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@pool.on(2)
+def test_a_copied_model_is_an_ordinary_one(copied):
+    model = plain_model()
+    ours = sgd(zero.Zero2, model)
+    another = copied(model)
+    backward(another)
+    assert all(parameter.grad is not None for parameter in another.parameters())
+    assert ours.clip_grad_norm_(1.0) == 0
+
+
+@pytest.mark.parametrize("norm_type", [1, 2.0, 3.5, math.inf])
+@each_stage
+@pool.on(3)
+def test_any_norm_is_clipped_as_by_torch(stage, norm_type):
+    model = make_model("odd", torch.float64)
+    ours, theirs, plain = make_pair(stage, model, "SGD", lr=0.1)
+    for step in range(2):
+        backward(model, step)
+        backward_on_one_device(plain, [[step]])
+        norm = ours.clip_grad_norm_(0.1, norm_type)
+        expected = nn.utils.clip_grad_norm_(
+            [p for p in plain.parameters() if p.numel()], 0.1, norm_type
+        )
+        assert norm.item() == pytest.approx(expected.item(), rel=1e-12)
+        ours.step()
+        theirs.step()
+        with whole(ours):
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pool.on(2)
+def test_one_ranks_nan_makes_the_norm_nan_on_all(norm_type):
+    model = plain_model()
+    optimizer = sgd(zero.Zero1, model)
+    backward(model)
+    if pool.rank() == 1:
+        model[0].weight.grad[0, 0] = math.nan
+    assert optimizer.clip_grad_norm_(1.0, norm_type).isnan()
+
+
+def channels_last():
+    """A bottleneck, and a depthwise convolution."""
+    layers = [nn.Conv2d(6, 4, 1), nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 3, 3)]
+    return nn.Sequential(*layers).to(memory_format=torch.channels_last)
+
+
+def images_loss(model, rank, step):
+    images = randn((2, 6, 5, 5), seed=100 * step + rank, dtype=torch.float32)
+    return loss_of(model(images.to(memory_format=torch.channels_last)))
+
+
+@each_stage
+@pool.on(3)
+def test_convolutions_in_channels_last(stage):
+    torch.manual_seed(1)
+    train(*make_pair(stage, channels_last()), images_loss)
+
+
+LAYOUTS = {
+    "every second": lambda: torch.randn(12)[::2],
+    "a column": lambda: torch.randn(1, 6).T,
+    "a transposed matrix": lambda: torch.randn(1, 6, 1).mT,
+    "expanded": lambda: torch.ones(1).expand(6),
+    "expanded matrix": lambda: torch.ones(6, 1).expand(6, 4),
+    "conjugated": lambda: torch.randn(6, dtype=torch.complex64).conj(),
+    "negated": lambda: torch.randn(6, dtype=torch.complex64).conj().imag,
+}
+
+
+class Holds(nn.Module):
+    def __init__(self, tensor):
+        super().__init__()
+        self.held = nn.Parameter(tensor)
+        self.register_buffer("mask", tensor.detach())
+
+    def forward(self, x):
+        weight = self.held.real.reshape(6, -1)
+        return x.real @ weight
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@each_stage
+@pool.on(2)
+def test_parameters_and_buffers_of_any_strides(stage, layout):
+    torch.manual_seed(1)
+    tensor = LAYOUTS[layout]()
+    model = Holds(tensor)
+    model_of_one_device = Holds(tensor.resolve_conj().resolve_neg().clone().contiguous())
+    ours = stage(model, torch.optim.AdamW, pool.group(), lr=0.1)
+    theirs = torch.optim.AdamW(model_of_one_device.parameters(), lr=0.1)
+    train(ours, theirs, model_of_one_device)
+    assert torch.equal(model.mask, tensor)
+
+
+def penalty_loss(model, rank, step):
+    """Of WGAN-GP: the norm of the gradient of the input."""
+    x = make_batch(rank, step).requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return (gradient.norm(dim=1) - 1).square().mean()
+
+
+@each_stage
+@pool.on(2)
+def test_gradients_of_gradients_with_whole_parameters(stage):
+    model = plain_model()
+    ours, theirs, plain = make_pair(stage, model)
+    for step in range(2):
+        with whole(ours):
+            backward(model, step, penalty_loss)
+            ours.step()
+        backward_on_one_device(plain, [[step]], penalty_loss)
+        theirs.step()
+        assert_equal_to_one_device(ours, plain)
+
+
 # ---- Masters
 
 
@@ -471,25 +658,68 @@ def step_after_an_error():
     optimizer.step()
 
 
+def copied(stage, copy_it):
+    copy_it(sgd(stage, plain_model()))
+
+
+def rows_of_limited_norm(stage, kind):
+    sgd(stage, nn.Sequential(kind(4, 3, max_norm=1.0)))
+
+
+def sparse_buffer():
+    model = plain_model()
+    model.register_buffer("adjacency", torch.eye(3).to_sparse())
+    sgd(zero.Zero1, model)
+
+
+def no_norm():
+    model = plain_model()
+    optimizer = sgd(zero.Zero1, model)
+    backward(model)
+    optimizer.clip_grad_norm_(1.0, 0)
+
+
+def penalty_while_parameters_are_freed():
+    model = plain_model()
+    _optimizer = sgd(zero.Zero3, model)
+    backward(model, loss=penalty_loss)
+
+
 class Reads(nn.Sequential):
     def forward(self, x):
         return F.linear(x, self[0].weight)
 
 
 def freed(use):
-    model = Reads(nn.Linear(6, 6))
+    model = Reads(nn.Linear(6, 6), nn.Linear(6, 1))
     _optimizer = sgd(zero.Zero3, model)
     use(model)
+
+
+def initialize(model):
+    nn.init.normal_(model[0].weight)
+
+
+def zero_one_number(model):
+    nn.init.zeros_(model[1].bias)
+
+
+def norms(model):
+    return torch._foreach_norm(list(model.parameters()))
+
+
+def average(model):
+    return model[0].weight.data.lerp(torch.ones(1), 0.1)
 
 
 REFUSED = {
     "other shapes": (other_shapes, "shape"),
     "other options": (partial(ranks_differ, "weight_decay", [0, 1]), "weight_decay"),
-    "other buckets": (partial(ranks_differ, "bucket_cap_mb", [0, 1]), "buckets"),
+    "other buckets": (partial(ranks_differ, "bucket_cap_mb", [0, 1]), "buckets of"),
     "split layers": (split_layers, "different values"),
     "whole matrices": (partial(make_pair, zero.Zero1, plain_model(), "LBFGS"), "LBFGS"),
     "inside DDP": (inside_ddp, "ddp.module"),
-    "pieces of permuted parameters": (pieces_of_permuted_parameters, "6, 5"),
+    "pieces of permuted parameters": (pieces_of_permuted_parameters, r"transposed .*\(6, 5\)"),
     "moved": (partial(moved_parameters, zero.Zero1), "module.to"),
     "moved while freed": (partial(moved_parameters, zero.Zero3), "module.to"),
     "a step after an error": (step_after_an_error, "backward"),
@@ -499,12 +729,27 @@ REFUSED = {
         partial(freed, partial(nn.Module.load_state_dict, state_dict={})),
         "full_parameters",
     ),
-    "freed and read": (partial(freed, backward), "NaN"),
+    "rows of limited norm": (partial(rows_of_limited_norm, zero.Zero1, nn.Embedding), "max_norm"),
+    "bags of limited norm": (
+        partial(rows_of_limited_norm, zero.Zero3, nn.EmbeddingBag),
+        "max_norm",
+    ),
+    "a sparse buffer": (sparse_buffer, "adjacency.to_dense"),
+    "a norm of type 0": (no_norm, "norm_type"),
+    "a deep copy": (partial(copied, zero.Zero1, copy.deepcopy), "state_dict"),
+    "a pickle": (partial(copied, zero.Zero3, pickle.dumps), "state_dict"),
+    "gradients of gradients": (penalty_while_parameters_are_freed, "full_parameters"),
+    "freed and initialized": (partial(freed, initialize), "full_parameters"),
+    "freed and zeroed": (partial(freed, zero_one_number), "full_parameters"),
+    "freed and pickled": (partial(freed, pickle.dumps), "full_parameters"),
+    "freed and measured": (partial(freed, norms), "full_parameters"),
+    "freed and averaged": (partial(freed, average), "full_parameters"),
+    "freed and read": (partial(freed, backward), "linear.* NaN"),
 }
 
 
 @pytest.mark.parametrize(("use", "word"), REFUSED.values(), ids=REFUSED)
 @pool.on(2)
 def test_what_would_be_wrong_silently_is_refused(use, word):
-    with pytest.raises((ValueError, RuntimeError), match=word):
+    with pytest.raises((ValueError, RuntimeError, TypeError), match=word):
         use()
