@@ -41,8 +41,10 @@ Read section 1 for the plain model (18 minutes), to section 3 for the technique 
 to use it as a library (64).
 
 Run:      torchrun --nproc-per-node 4 parallel_3d.py [--tp 2 --pp 2] [--model gpt2-345m] [--compare]
-          --data PREFIX reads the files that data.py writes. --save DIR saves a checkpoint at
-          intervals, at Ctrl-C and at SIGTERM. --load DIR continues from a checkpoint of any grid.
+          --data PREFIX reads the files that data.py writes. --reset-attention-mask,
+          --reset-position-ids and --eod-mask-loss keep the documents in a sequence apart.
+          --save DIR saves a checkpoint at intervals, at Ctrl-C and at SIGTERM. --load DIR
+          continues from a checkpoint of any grid.
           To restart by itself after a rank dies, a run needs --save DIR and
           TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts 3 … (see pytorch#135712)
 Paper:    Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters Using
@@ -76,6 +78,7 @@ import checkpoint
 import data
 import ddp
 import estimate
+import flash_attention
 import pipeline
 import tensor_parallel
 import zero
@@ -94,9 +97,10 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.sequence_group = None  # with sequence parallelism: the tp group
 
-    def forward(self, tokens):  # (batch, sequence)
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.word(tokens.T) + self.position(positions)[:, None]
+    def forward(self, tokens, positions=None):  # both (batch, sequence)
+        if positions is None:
+            positions = torch.arange(tokens.shape[1])[None]
+        x = self.word(tokens.T) + self.position(positions.T.to(tokens.device))
         if self.sequence_group is not None:
             x = tensor_parallel.scatter_to_sequence(x, self.sequence_group)
         return self.dropout(x)
@@ -117,12 +121,13 @@ class Block(nn.Module):
         # With tensor parallelism: a context in which each rank draws masks for its own heads.
         self.dropout_region = nullcontext
 
-    def forward(self, x):
+    def forward(self, x, documents=None):  # (sequence, batch, hidden), (batch, sequence)
         qkv = self.qkv(self.norm1(x))
         q, k, v = map(self.split_heads, qkv.chunk(3, dim=-1))
         p = self.dropout.p if self.training else 0.0
+        attend = partial(F.scaled_dot_product_attention, dropout_p=p, is_causal=True)
         with self.dropout_region() if p > 0 else nullcontext():
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+            y = flash_attention.each_document(attend, q, k, v, None, documents)
         y = y.movedim(2, 0).flatten(2)  # to (sequence, batch, hidden)
         x = x + self.dropout(self.proj(y))
         y = F.gelu(self.linear1(self.norm2(x)), approximate="tanh")
@@ -182,14 +187,19 @@ class Stage(nn.Sequential):
             self.add_module(str(number), layer)
         self.seed = seed  # None: there is no dropout
         self.micro_batch = 0  # the number of the next one, from the start of training
+        self.fields = [(None, None)]  # of each micro-batch of a step, from packed_fields()
 
     def forward(self, x):
+        documents, positions = self.fields[self.micro_batch % len(self.fields)]
         for number, layer in self.named_children():
             if self.seed is not None:
                 # room for 2**10 layers and 2**30 micro-batches
                 seed = self.seed * 2**40 + self.micro_batch * 2**10
                 torch.manual_seed(seed + int(number))
-            x = layer(x)
+            if isinstance(layer, Embedding):
+                x = layer(x, positions)
+            else:
+                x = layer(x, documents) if isinstance(layer, Block) else layer(x)
         self.micro_batch += 1
         return x
 
@@ -226,6 +236,19 @@ def count_tokens(targets):
     return max(1, (targets != IGNORE).sum().item())
 
 
+def packed_fields(inputs, config, args):
+    """Return [(documents, positions) of each micro-batch], or None for what no flag asks for."""
+    documents, positions, _ = data.document_fields(inputs, config.vocab - 1)
+    documents = documents.split(args.micro_batch_size)
+    positions = positions.split(args.micro_batch_size)
+    nothing = [None] * len(documents)
+    if not args.reset_attention_mask:
+        documents = nothing
+    if not args.reset_position_ids:
+        positions = nothing
+    return list(zip(documents, positions, strict=True))
+
+
 def train_on_one_device(config, args, batches, device="cpu"):
     """Train the plain model. Yield (loss, gradient norm, model) after each step.
 
@@ -240,6 +263,7 @@ def train_on_one_device(config, args, batches, device="cpu"):
         optimizer.param_groups[0]["lr"] = learning_rate(args, step)
         optimizer.zero_grad()
         loss = 0.0
+        model.fields = packed_fields(inputs, config, args)
         x_parts = inputs.to(device).split(args.micro_batch_size)
         y_parts = targets.to(device).split(args.micro_batch_size)
         for x, y in zip(x_parts, y_parts, strict=True):
@@ -437,6 +461,8 @@ class Trainer:
         """
         self.start_step(targets)
         inputs = inputs.chunk(self.grid.dp)[self.grid.dp_rank]
+        for stage in self.stages:
+            stage.fields = packed_fields(inputs, self.config, self.args)
         targets = targets.chunk(self.grid.dp)[self.grid.dp_rank]
         loss = self.pipeline.step(inputs, targets)
         self.reduce_gradients()
@@ -533,6 +559,7 @@ class Trainer:
 
 # The arguments that must not change when a run continues from a checkpoint.
 FIXED = ("model", "optimizer", "seed", "global_batch_size", "sequence_length", "dropout")
+FIXED += ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")
 
 
 def save(trainer, directory, background=False):
@@ -718,7 +745,13 @@ def switch(text):
     return {"action": "store_true", "help": text}
 
 
+PACKED = {  # Megatron-LM's flags, for files of data.py with --append-eod
+    "--reset-attention-mask": switch("a token sees only its own document"),
+    "--reset-position-ids": switch("positions start again in each document"),
+    "--eod-mask-loss": switch("no loss for what follows an end of document"),
+}
 FLAGS = {
+    **PACKED,
     "--model": {"choices": MODELS, "default": "gpt2-tiny", "help": DEFAULT},
     "--tp": {"type": int, "help": "tensor-parallel ranks; dp is the number of ranks / (tp · pp)"},
     "--pp": {"type": int, "help": "pipeline ranks; without --tp and --pp, each is 2 if possible"},
@@ -785,6 +818,9 @@ class Session(ddp.Demo):
         self.is_indexed = os.path.exists(f"{name}.idx")
         if self.is_indexed:
             return None
+        for flag in PACKED:
+            if getattr(self.args, flag[2:].replace("-", "_")):
+                self.stop(f"{flag}: a text has no ends of documents; give --data PREFIX of data.py")
         text = super().read(name)
         needed = self.args.sequence_length + 1
         if len(text) < needed:
@@ -809,7 +845,11 @@ class Session(ddp.Demo):
             starts = torch.randint(len(self.text) - length, (size, 1), generator=generator)
             window = self.text[starts + torch.arange(length + 1)]
         window = window.long()
-        return window[:, :-1], window[:, 1:]
+        inputs = window[:, :-1]
+        targets = window[:, 1:]
+        if self.args.eod_mask_loss:
+            targets = targets.masked_fill(inputs == self.config.vocab - 1, IGNORE)
+        return inputs, targets
 
     def grids(self):
         """Return [(tp, pp)], the grids to train on."""

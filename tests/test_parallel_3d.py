@@ -101,6 +101,19 @@ def test_one_device_steps_along_the_gradient_of_the_mean_over_unmasked_tokens():
         torch.testing.assert_close(after, before - 0.125 * before.grad, rtol=0, atol=1e-12)
 
 
+def test_a_document_is_computed_as_if_it_were_alone():
+    """Token 3 ends a document. The first one has 4 tokens, the second one 2, the last one 1."""
+    model = plain_model(replace(SMALL, vocab=4)).double()
+    tokens = torch.tensor([[0, 1, 2, 3, 1, 3, 2]])
+    args = options("--reset-attention-mask --reset-position-ids")
+    model.fields = parallel_3d.packed_fields(tokens, replace(SMALL, vocab=4), args)
+    packed = model(tokens)
+    model.fields = [(None, None)]
+    alone = torch.cat([model(document) for document in tokens.split([4, 2, 1], 1)])
+    torch.testing.assert_close(packed, alone, rtol=0, atol=1e-12)
+    assert (packed - model(tokens)).abs().max() > 1e-3
+
+
 def test_weights_start_as_gpt2s_and_differ_between_layers():
     _, first, second, _ = plain_model(replace(SMALL, hidden=128))
     matrices = [first.qkv, first.linear1, first.proj, first.linear2]
@@ -151,12 +164,15 @@ SGD = "--optimizer SGD --lr 0.5"
 INTERLEAVED = "--schedule interleaved_1f1b --stages-per-rank 2"
 SEQUENCE = "--sequence-parallel"
 ZERO_BUBBLE = "--schedule zero_bubble"
+PACKED = "--reset-attention-mask --reset-position-ids"
+FEW = replace(SMALL, vocab=4)  # so that many tokens end a document
 RUNS = [  # options of the whole run, of its first two steps, and of the next two
     (SMALL, SGD, "--zero1", f"--tp 4 --zero1 {SEQUENCE} --micro-batch-size 4"),
     (PADDED, "--warmup 0 --sequence-length 7", "--tp 4", "--pp 2 --zero1"),
     (SMALL, "--dropout 0.3 --sequence-length 1", "--zero1", f"--pp 2 {ZERO_BUBBLE} --zero1"),
     (DEEP, "--clip-grad 0", "--pp 4 --zero1 --schedule gpipe", f"--tp 2 --zero1 {INTERLEAVED}"),
     (DEEP, INTERLEAVED, "--tp 2 --pp 2", f"--tp 2 --pp 2 --zero1 {SEQUENCE}"),
+    (FEW, PACKED, f"--tp 2 --zero1 {SEQUENCE}", f"--pp 2 {ZERO_BUBBLE} --micro-batch-size 1"),
 ]
 
 
@@ -306,6 +322,23 @@ def test_a_batch_has_texts_from_anywhere_and_their_next_bytes_as_targets():
     assert torch.equal(targets, inputs + 1)
     assert set(inputs[:, 0].tolist()) == {0, 1, 2, 3}  # the last target is the last byte
     assert not torch.equal(inputs, session.batch(1)[0])
+
+
+def test_an_end_of_document_as_input_has_no_loss():
+    session = parallel_3d.Session.__new__(parallel_3d.Session)
+    session.args = options("--eod-mask-loss --sequence-length 3 --global-batch-size 1")
+    session.config = replace(SMALL, vocab=4)
+    session.is_indexed = False
+    session.text = torch.tensor([0, 3, 1, 3], dtype=torch.uint8)
+    inputs, targets = session.batch(0)
+    assert inputs.tolist() == [[0, 3, 1]]
+    assert targets.tolist() == [[3, -100, 3]]
+
+
+def test_a_text_has_no_ends_of_documents(tmp_path):
+    done = fork(FILE, "--reset-position-ids", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--reset-position-ids: a text has no ends of documents" in done.stderr
 
 
 def test_a_wrong_command_is_one_line(tmp_path):
