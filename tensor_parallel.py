@@ -19,7 +19,16 @@ f gathers the sequence, and g leaves each rank its part of the sum.
     f   gather_from_sequence           all-gather       reduce-scatter      sequence parallelism
     g   reduce_scatter_to_sequence     reduce-scatter   all-gather          sequence parallelism
 
-Cost per rank, of a layer, for t ranks, micro-batch b, sequence s, hidden size h, a heads:
+Names and shapes, for sequence s, batch b, hidden size h, vocabulary V. `size` stands for 3h or 4h:
+
+    x, y                      (s, b, h)          the whole, which is equal on all ranks
+    x_part, y_part            (s/t, b, h)        this rank's positions     sequence parallelism
+    x_shard, y_shard          (s, b, size/t)     this rank's features, inside a pair
+    weight_shard, bias_shard  (size/t, h), (size/t)                        column layer, A
+    weight_shard, bias        (h, size/t), (h)                             row layer, B
+    logits_shard              (s, b, V/t)        this rank's columns
+
+Cost per rank, of a layer, for micro-batch b and a heads:
 
                             sent, × (t-1)/t    activations
     one device              0                  sbh (34 + 5as/h)
@@ -32,15 +41,15 @@ gradients, of two norms and of proj's and linear2's biases, which every rank kee
 "activations" is in bytes, for 16 bits (Korthikanti et al., §4). 5as²b of them are scores, which
 fused attention does not keep.
 
-Read section 1 for the idea (16 minutes), to section 3 for the technique (32), and the rest to use
-it as a library (77).
+Read section 1 for the idea (10 minutes), to section 3 for the technique (32), and the rest to use
+it as a library (65).
 
 Run:      torchrun --nproc-per-node 2 tensor_parallel.py [--sequence-parallel] [--idea]
 Papers:   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053
           Korthikanti et al. 2022, sequence parallelism, arXiv 2205.05198
 Mirrors:  megatron.core.tensor_parallel; torch.distributed.tensor.parallel.parallelize_module
-Left out: attention masks other than causal; more ranks than key and value heads; label smoothing;
-          max_norm and scale_grad_by_freq of an embedding; gradients of gradients
+Left out: more ranks than key and value heads; max_norm and scale_grad_by_freq of an embedding;
+          gradients of gradients
 """
 
 import argparse
@@ -78,30 +87,14 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 # 1. The idea: operators f and g, each of which is the other's gradient, and layers that use them.
 
 
-def rank_and_size(process_group):
-    world_size = dist.get_world_size(process_group)
-    if world_size < 1:
-        raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
-    return dist.get_rank(process_group), world_size
-
-
-# A collective starts, and returns a function that waits for its result, so that section 2 can
-# compute meanwhile.
-
-
 def identity(x, process_group):
-    return lambda: x
+    return x
 
 
 def all_reduce(x, process_group):
     total = x.clone(memory_format=torch.contiguous_format)
-    work = dist.all_reduce(total, group=process_group, async_op=True)
-    return partial(wait_for, work, total)
-
-
-def wait_for(work, result):
-    work.wait()
-    return result
+    dist.all_reduce(total, group=process_group)
+    return total
 
 
 class Conjugate(Function):
@@ -109,10 +102,9 @@ class Conjugate(Function):
 
     @staticmethod
     def forward(ctx, x, collective, conjugate, process_group):
-        rank_and_size(process_group)  # raises ValueError on a rank outside the group
+        check_member(process_group)
         ctx.swapped = (conjugate, collective, process_group)
-        wait = collective(x, process_group)
-        return wait()
+        return collective(x, process_group)
 
     @staticmethod
     def backward(ctx, grad):
@@ -120,42 +112,76 @@ class Conjugate(Function):
         return Conjugate.apply(grad, *ctx.swapped), None, None, None
 
 
-def operator(collective, conjugate):
-    def apply(x, process_group=None):
-        return Conjugate.apply(x, collective, conjugate, process_group)
-
-    return apply
+def copy_to_region(x, process_group=None):
+    """f: return x. Every rank uses x, so the gradient of x is the sum of all ranks' gradients."""
+    return Conjugate.apply(x, identity, all_reduce, process_group)
 
 
-# f: return x. Every rank uses x, so the gradient of x is the sum of all ranks' gradients.
-copy_to_region = operator(identity, all_reduce)
+def reduce_from_region(x, process_group=None):
+    """g: return the sum of all ranks' x.
 
-# g: return the sum of all ranks' x. After it all ranks compute the same loss, so each has the whole
-# gradient of the sum, which is the gradient of each x.
-reduce_from_region = operator(all_reduce, identity)
+    All ranks go on from the sum to the same loss. So each has the whole gradient of the sum, and
+    that is the gradient of its x.
+    """
+    return Conjugate.apply(x, all_reduce, identity, process_group)
 
 
-def parallel_mlp(x, A, B, process_group=None):
+def parallel_mlp(x, A_shard, B_shard, process_group=None):
     """GELU(x A) B for this rank's columns of A and rows of B. This is the whole idea.
 
     Attention has this rank's heads in place of GELU.
     """
     x = copy_to_region(x, process_group)
-    return reduce_from_region(F.gelu(x @ A) @ B, process_group)
+    y_shard = F.gelu(x @ A_shard)  # (…, size/t)
+    return reduce_from_region(y_shard @ B_shard, process_group)
 
 
-# f and g of sequence parallelism: x is (sequence, batch, hidden). Ranks split and join dimension 0.
+# The same as two layers. Of q, k and v, which are one column layer, a rank has the same heads.
 
 
-def all_gather(x, process_group):
-    _, world_size = rank_and_size(process_group)
-    whole = x.new_empty(world_size * len(x), *x.shape[1:])
-    work = all_gather_single(whole, x.contiguous(), group=process_group, async_op=True)
-    return partial(wait_for, work, whole)
+def column_linear(x, weight_shard, bias_shard=None, process_group=None):
+    """The first matrix of a pair. Return (…, out/t): this rank's outputs, from the whole x."""
+    x = copy_to_region(x, process_group)
+    return F.linear(x, weight_shard, bias_shard)
 
 
-def reduce_scatter(x, process_group):
-    _, world_size = rank_and_size(process_group)
+def row_linear(x_shard, weight_shard, bias=None, process_group=None):
+    """The second matrix. Return the whole output, from x_shard (…, in/t), this rank's inputs."""
+    y = reduce_from_region(F.linear(x_shard, weight_shard), process_group)
+    return y if bias is None else y + bias  # after the sum, so that the bias counts once
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. The layers. With sequence parallelism a column layer gathers its input and a row layer scatters
+# its output, along dimension 0. A column layer sends while it computes, and keeps no gathered x.
+
+# To compute meanwhile, start a collective. It returns a function that waits for its result.
+
+
+def wait_for(work, result):
+    work.wait()
+    return result
+
+
+def start_identity(x, process_group):
+    return lambda: x
+
+
+def start_all_reduce(x, process_group):
+    total = x.clone(memory_format=torch.contiguous_format)
+    work = dist.all_reduce(total, group=process_group, async_op=True)
+    return partial(wait_for, work, total)
+
+
+def start_all_gather(x_part, process_group):
+    world_size = dist.get_world_size(process_group)
+    x = x_part.new_empty(world_size * len(x_part), *x_part.shape[1:])
+    work = all_gather_single(x, x_part.contiguous(), group=process_group, async_op=True)
+    return partial(wait_for, work, x)
+
+
+def start_reduce_scatter(x, process_group):
+    world_size = dist.get_world_size(process_group)
     check_divides("positions", len(x), world_size)
     # An all-to-all and a local sum, because gloo's reduce_scatter sends as much as an all-reduce.
     parts = x.unflatten(0, (world_size, -1)).contiguous()
@@ -164,129 +190,97 @@ def reduce_scatter(x, process_group):
     return lambda: wait_for(work, received).sum(0)
 
 
-# f: return the whole sequence. Its gradient is summed over the ranks that use it.
-gather_from_sequence = operator(all_gather, reduce_scatter)
-
-# g: return this rank's part of the sum of all ranks' x.
-reduce_scatter_to_sequence = operator(reduce_scatter, all_gather)
+def all_gather(x_part, process_group):
+    wait = start_all_gather(x_part, process_group)
+    return wait()
 
 
-# The layers of a model. A rank has its shard of each weight: q, k and v of the same heads.
+def reduce_scatter(x, process_group):
+    wait = start_reduce_scatter(x, process_group)
+    return wait()
 
 
-def column_linear(x, weight, bias=None, sequence_parallel=False, process_group=None):
-    """The first matrix of a pair: this rank's outputs, from the whole x."""
-    f = gather_from_sequence if sequence_parallel else copy_to_region
-    return F.linear(f(x, process_group), weight, bias)
+def gather_from_sequence(x_part, process_group=None):
+    """f: return the whole sequence. Its gradient is summed over the ranks, which all use it."""
+    return Conjugate.apply(x_part, all_gather, reduce_scatter, process_group)
 
 
-def row_linear(x, weight, bias=None, sequence_parallel=False, process_group=None):
-    """The second matrix: the whole output, from this rank's inputs x."""
-    g = reduce_scatter_to_sequence if sequence_parallel else reduce_from_region
-    y = g(F.linear(x, weight), process_group)
-    if bias is None:
-        return y
-    if sequence_parallel:
-        # Each rank adds the bias at its own positions only, so f sums the bias's gradient. The
-        # parameters of a norm need f for the same reason.
-        bias = copy_to_region(bias, process_group)
-    return y + bias.to(y.dtype)  # under autocast the dtypes differ
+def reduce_scatter_to_sequence(x, process_group=None):
+    """g: return this rank's part of the sum of all ranks' x."""
+    return Conjugate.apply(x, reduce_scatter, all_gather, process_group)
 
 
-def locate(tokens, first, size):
-    """Return each token's index in the `size` rows from `first` on, or 0, and if it has one."""
-    place = tokens - first
-    is_local = (place >= 0) & (place < size)
-    return place.where(is_local, 0), is_local
+def own_part(x, process_group):
+    world_size = dist.get_world_size(process_group)
+    check_divides("positions or features", len(x), world_size)
+    parts = x.chunk(world_size)
+    return parts[dist.get_rank(process_group)].clone()  # a view would keep the whole x in memory
 
 
-def vocab_embedding(tokens, weight, first, process_group=None):
-    """The tokens' rows of a matrix. `weight` is this rank's rows, from row `first` on."""
-    row, is_local = locate(tokens, first, len(weight))
-    x = F.embedding(row, weight).masked_fill(~is_local.unsqueeze(-1), 0.0)
-    return reduce_from_region(x, process_group)
+def scatter_to_sequence(x, process_group=None):
+    """Return this rank's part of an x that all ranks have. It follows the embedding.
 
-
-def naive_cross_entropy(logits, target, first, process_group=None):
-    """log Σ exp(logits) - logits[target], per token. A rank has the columns from `first` on.
-
-    exp() of large logits overflows. Section 3 mends this.
+    All ranks have computed x, so each needs the gradients of all parts.
     """
-    total = reduce_from_region(logits.exp().sum(-1), process_group)
-    column, is_local = locate(target, first, logits.shape[-1])
-    of_target = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1)
-    of_target = reduce_from_region(of_target.where(is_local, 0.0), process_group)
-    return total.log() - of_target
-
-
-# --------------------------------------------------------------------------------------------------
-# 2. The layers. A column layer communicates while it computes, and keeps no gathered sequence.
-# Section 6 makes attention and a transformer layer of these.
+    return Conjugate.apply(x, own_part, all_gather, process_group)
 
 
 class ColumnLinear(Function):
     """column_linear(). Backward gathers x again (Korthikanti et al., §4.2.2)."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, layer):
+    def forward(ctx, x, weight_shard, bias_shard, layer):
         ctx.layer = layer
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x, weight_shard)  # x is x_part with sequence parallelism
+        gather = all_gather if layer.sequence_parallel else identity
         # Autograd is off in here, so the gathered x is freed.
-        y = column_linear(x, weight, bias, layer.sequence_parallel, layer.process_group)
-        # F.linear may return a view. Autograd would not let an activation change it in place.
-        return torch.ops.aten._unsafe_view(y, y.shape)
+        y_shard = F.linear(gather(x, layer.process_group), weight_shard, bias_shard)
+        # F.linear may return a view, which autograd would not let an activation change in place.
+        return torch.ops.aten._unsafe_view(y_shard, y_shard.shape)
 
     @staticmethod
-    def backward(ctx, grad_y):
+    def backward(ctx, grad_y_shard):
         check_no_second_derivative()
-        x, weight = ctx.saved_tensors
+        x, weight_shard = ctx.saved_tensors
         group = ctx.layer.process_group
-        gather = all_gather if ctx.layer.sequence_parallel else identity
-        reduce = reduce_scatter if ctx.layer.sequence_parallel else all_reduce
+        start_gather = start_all_gather if ctx.layer.sequence_parallel else start_identity
+        start_reduce = start_reduce_scatter if ctx.layer.sequence_parallel else start_all_reduce
         # With sequence parallelism, x is gathered while grad_x is computed. In both modes, the sum
         # of grad_x travels while grad_weight and grad_bias are computed.
-        wait_for_x = gather(x, group)
-        grad_x = grad_y @ weight.to(grad_y.dtype)  # under autocast the dtypes differ
-        wait_for_grad_x = reduce(grad_x, group)
-        whole_x = wait_for_x().to(grad_y.dtype)
-        grad_y_rows = grad_y.reshape(-1, len(weight))
-        grad_weight = grad_y_rows.t() @ whole_x.reshape(-1, x.shape[-1])
-        grad_bias = grad_y_rows.sum(0) if ctx.needs_input_grad[2] else None
+        wait_for_x = start_gather(x, group)
+        dtype = grad_y_shard.dtype  # under autocast x and the weight have another
+        grad_x = grad_y_shard @ weight_shard.to(dtype)  # this rank's part of the sum
+        wait_for_grad_x = start_reduce(grad_x, group)
+        x_rows = wait_for_x().to(dtype).reshape(-1, x.shape[-1])
+        grad_rows = grad_y_shard.reshape(-1, len(weight_shard))
+        grad_weight = grad_rows.t() @ x_rows
+        grad_bias = grad_rows.sum(0) if ctx.needs_input_grad[2] else None
         return wait_for_grad_x(), grad_weight, grad_bias, None  # autograd casts to inputs' dtypes
 
 
 class ParallelLayer(nn.Module):
     """This rank's shards of a plain layer, under the plain layer's names.
 
-    In section 5 split_layer() sets attributes, and take_shards() cuts parameters. A layer that is
-    made from sizes draws the whole weight, so all ranks need the same random state.
+    split_layer() in section 5 makes it from a plain layer, and sets its attributes `rank`,
+    `world_size`, `process_group`, `sequence_parallel` and `size`, of the whole dimension.
     """
 
     split_dims = {}  # parameter: the dimension that is split; every rank has the others whole
     is_transposed = False  # whether the weight is (inputs, outputs), as in transformers' Conv1D
 
-    def __init__(self, in_features, out_features, bias=True, **options):
-        layer = self.from_full(nn.Linear(in_features, out_features, bias), **options)
-        vars(self).update(vars(layer))  # self becomes that layer: a module is its __dict__
-
     @classmethod
     def from_full(cls, plain, **options):
-        """Make the layer from this rank's shards of `plain`, an nn.Linear or nn.Embedding."""
-        check_plain(plain)
-        layer = copy.deepcopy(plain)
-        split_layer(layer, cls, **options)
-        take_shards(layer)
-        return layer
+        return shards_of(plain, cls, **options)
 
     def matrix(self):
-        """Return the weight as (outputs, inputs)."""
+        """Return this rank's shard of the weight as (outputs, inputs)."""
         return self.weight.T if self.is_transposed else self.weight
 
 
 class ColumnParallelLinear(ParallelLayer):
-    """nn.Linear with its outputs split: an x of (…, in) gives (…, out/t), this rank's outputs.
+    """nn.Linear with its outputs split: an x of (…, in) gives y_shard (…, out/t).
 
-    All ranks have the same x, or with `sequence_parallel` their parts of dimension 0.
+    All ranks have the same x, or with `sequence_parallel` x_part.
     """
 
     split_dims = {"weight": 0, "bias": 0}
@@ -296,54 +290,60 @@ class ColumnParallelLinear(ParallelLayer):
 
 
 class RowParallelLinear(ParallelLayer):
-    """nn.Linear with its inputs split: an x of (…, in/t), this rank's inputs, gives (…, out).
+    """nn.Linear with its inputs split: x_shard (…, in/t) gives a y of (…, out).
 
-    All ranks return the same, or with `sequence_parallel` their parts of dimension 0.
+    All ranks return the same y, or with `sequence_parallel` y_part.
     """
 
     split_dims = {"weight": 1}
 
-    def forward(self, x):
-        return row_linear(x, self.matrix(), self.bias, self.sequence_parallel, self.process_group)
+    def forward(self, x_shard):
+        g = reduce_scatter_to_sequence if self.sequence_parallel else reduce_from_region
+        y = g(F.linear(x_shard, self.matrix()), self.process_group)
+        bias = self.bias
+        if bias is None:
+            return y
+        if self.sequence_parallel:
+            # Each rank adds the bias at its own positions only, so f sums the bias's gradient. The
+            # parameters of a norm need f for the same reason.
+            bias = copy_to_region(bias, self.process_group)
+        return y + bias.to(y.dtype)  # under autocast the dtypes differ
 
 
 # --------------------------------------------------------------------------------------------------
 # 3. The vocabulary: a rank has some rows of the embedding and some columns of the logits, which the
-# ranks never join. The head is a ColumnParallelLinear. If t does not divide the vocabulary V, the
-# weights get rows of zeros at the end, and a hook makes their logits -inf.
+# ranks never join. The head is a ColumnParallelLinear. If t does not divide V, the weights get rows
+# of zeros at the end, and a hook makes their logits -inf.
 #
 # Embedding and head send 2bsh each, the loss 6bs. With sequence parallelism scatter_to_sequence()
 # and the head send bsh more each, the last norm 4h. The loss keeps 4bs V/t bytes.
 
 
+def locate(tokens, first, size):
+    """Return each token's index in the `size` rows from `first` on, or 0, and if it has one."""
+    place = tokens - first
+    is_local = (place >= 0) & (place < size)
+    return place.where(is_local, 0), is_local
+
+
+def is_outside(tokens, V):
+    return (tokens < 0) | (tokens >= V)
+
+
 class VocabParallelEmbedding(ParallelLayer):
-    """nn.Embedding with its rows split. All ranks pass the same tokens, and return the same."""
+    """nn.Embedding with its rows split. All ranks pass the same tokens, and return the same x."""
 
     split_dims = {"weight": 0}
 
-    def __init__(self, num_embeddings, embedding_dim, **options):
-        layer = self.from_full(nn.Embedding(num_embeddings, embedding_dim), **options)
-        vars(self).update(vars(layer))
-
     def forward(self, tokens):
-        first = self.rank * len(self.weight)
-        x = vocab_embedding(tokens, self.weight, first, self.process_group)
-        return mark_tokens(self, tokens, x)  # no gradient at padding_idx, NaN for unknown tokens
-
-
-# With sequence parallelism, after the embedding each rank goes on with its part of an equal x. (A
-# reduce-scatter would send half, but position embeddings are for the whole x.)
-
-
-def own_part(x, process_group):
-    rank, world_size = rank_and_size(process_group)
-    check_divides("positions or features", len(x), world_size)
-    part = x.chunk(world_size)[rank].clone()  # a view would keep the whole x in memory
-    return lambda: part
-
-
-# All ranks have computed x, so each needs the gradients of all parts.
-scatter_to_sequence = operator(own_part, all_gather)
+        check_tokens(tokens, self.size)
+        rows = len(self.weight)
+        row, is_local = locate(tokens, self.rank * rows, rows)
+        x = F.embedding(row, self.weight).masked_fill(~is_local.unsqueeze(-1), 0.0)
+        x = reduce_from_region(x, self.process_group)
+        # On a GPU check_tokens() raises nothing: unknown tokens get NaN. Not by where(), which
+        # would change the strides. Dropout draws its mask in memory order.
+        return x.masked_fill(is_outside(tokens, self.size).unsqueeze(-1), math.nan)
 
 
 class VocabParallelCrossEntropy(Function):
@@ -353,25 +353,21 @@ class VocabParallelCrossEntropy(Function):
     numbers per token: maximum, Σ exp(shifted) and shifted[target]. The gradient of the logits is
     softmax(logits), minus 1 at the target.
 
-    The vocabulary V may end before the last column. The columns after it are padding.
+    vocab_parallel_cross_entropy() in section 4 adds ignored tokens and label smoothing.
     """
 
     @staticmethod
-    def forward(ctx, logits, target, V, process_group):
-        rank, _ = rank_and_size(process_group)
-        size = logits.shape[-1]
-        real_size = columns_in_vocabulary(logits, V, process_group)
+    def forward(ctx, logits_shard, target, process_group):
+        columns = logits_shard.shape[-1]
+        first = dist.get_rank(process_group) * columns
         target = target.unsqueeze(-1)
-        is_outside = check_tokens(target, V)
-        column, is_local = locate(target, rank * size, size)
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        if real_size < size:
-            logits = logits.clone()
-            logits[..., real_size:] = -math.inf
-        logits = logits.to(dtype)
+        column, is_local = locate(target, first, columns)
+        logits = logits_shard.to(torch.promote_types(logits_shard.dtype, torch.float32))
         maximum = logits.amax(-1, keepdim=True).contiguous()
         dist.all_reduce(maximum, dist.ReduceOp.MAX, process_group)
-        maximum.masked_fill_(is_outside, math.nan)  # makes the token's loss and gradient NaN
+        # A target that no rank has makes the token's loss and gradient NaN.
+        V = columns * dist.get_world_size(process_group)
+        maximum.masked_fill_(is_outside(target, V), math.nan)
         # shifted, exp and grad_logits are one tensor, changed in place.
         shifted = logits - maximum
         local_target = shifted.gather(-1, column).where(is_local, 0.0)  # before it changes
@@ -389,14 +385,44 @@ class VocabParallelCrossEntropy(Function):
     def backward(ctx, grad):
         check_no_second_derivative()
         (grad_logits,) = ctx.saved_tensors
-        return grad_logits * grad.unsqueeze(-1), None, None, None
+        return grad_logits * grad.unsqueeze(-1), None, None
 
 
-def columns_in_vocabulary(logits_shard, V, process_group):
-    """Return how many of this rank's columns are words. The columns after them are padding."""
-    rank, _ = rank_and_size(process_group)
-    columns = logits_shard.shape[-1]
-    return min(max(V - rank * columns, 0), columns)
+# --------------------------------------------------------------------------------------------------
+# 4. The library: what a training loop calls.
+
+
+def parallelize(module, plan, process_group=None, sequence_parallel=False):
+    """Make layers of `module` this rank's shards of them, in place. Return the module.
+
+    `plan` is {name of a layer, or a pattern like "layers.*.linear1": kind}. The kinds:
+
+    "column", "row"     the first and the second matrix of a pair: nn.Linear, transformers' Conv1D
+    "qkv", "swiglu"     a first matrix that stacks q, k and v, or gate and up, all equal in size
+    (2048, 512, 512)    a first matrix that stacks matrices of these sizes
+    "vocab"             an embedding or a head
+    "dropout"           a dropout inside a pair; with `sequence_parallel` also between the pairs
+    "norm"              a norm between the pairs, only needed with `sequence_parallel`
+    "replicated_with_grad_allreduce"
+                        a module inside a pair that is not split, such as Qwen3's q_norm
+
+    Seed all ranks alike before the model is made. If plans or weights differ, every rank raises
+    ValueError. With `sequence_parallel` call scatter_to_sequence() after the embedding.
+
+    Mistakes without an error:
+    - "qkv" for grouped-query attention cuts the matrix into thirds. Give the sizes.
+    - A rank has fewer heads. A view with the whole model's num_heads still fits, wrongly: it makes
+      thinner heads, or shorter sequences. Write view(…, -1, head_dim), or divide the attribute by t
+      after parallelize(): num_heads of Whisper, n_heads of T5, split_size of GPT-2.
+    - "dropout" on a residual without `sequence_parallel` draws another mask on each rank.
+    - Without "replicated_with_grad_allreduce" replicas drift apart, which check_input() does not
+      find under FSDP.
+    """
+    facts = describe(module, plan, sequence_parallel)
+    what = "plan and weights (seed all ranks alike before the model is made)"
+    check_same_on_all_ranks(what, facts, process_group)
+    split_by_plan(module, plan, process_group, sequence_parallel)
+    return module
 
 
 def vocab_parallel_cross_entropy(
@@ -412,65 +438,79 @@ def vocab_parallel_cross_entropy(
     `logits_shard` is (…, V/t). `target` is (…) and the same on all ranks. The loss is (…), in
     float32 or float64. See check_tokens().
 
-    Columns from `vocab_size` on are padding, and have no effect on the loss. By default that is the
-    size of the head, if the graph of the logits leads to it, or else all columns are words. Under
-    no_grad() there is no graph. Then give `vocab_size`, if the head has padding and the model
-    changes the logits, by a soft cap for example: the head made the padding -inf.
+    Columns from `vocab_size` on are padding, and do not count. By default the vocabulary is that of
+    the head, if the graph of the logits leads to it, and otherwise all columns. Under no_grad()
+    there is no graph. Then give `vocab_size` if the head has padding and the model changes its
+    logits, for example by a soft cap, which makes -inf finite.
     """
+    check_member(process_group)
     check_loss_arguments(logits_shard, target, label_smoothing, vocab_size, process_group)
     V = vocab_size or size_of_head(logits_shard, process_group)
     ignored = target == ignore_index
     target = target.masked_fill(ignored, 0)
-    loss = VocabParallelCrossEntropy.apply(logits_shard, target, V, process_group)
+    check_tokens(target, V)
+    columns = logits_shard.shape[-1]
+    first = dist.get_rank(process_group) * columns
+    words = min(max(V - first, 0), columns)
+    words_shard = logits_shard[..., :words]  # without the padding
+    if words < columns:
+        logits_shard = F.pad(words_shard, (0, columns - words), value=-math.inf)
+    loss = VocabParallelCrossEntropy.apply(logits_shard, target, process_group)
     if label_smoothing:
-        loss = loss + label_smoothing * above_mean(logits_shard, target, V, process_group)
+        # (1 - ε) loss - ε mean(log softmax) is loss + ε (logits[target] - mean(logits)).
+        column, is_local = locate(target.unsqueeze(-1), first, columns)
+        of_target = logits_shard.gather(-1, column).where(is_local, 0.0).squeeze(-1)
+        above_mean = of_target - words_shard.sum(-1, dtype=loss.dtype) / V
+        loss = loss + label_smoothing * reduce_from_region(above_mean, process_group)
     return loss.masked_fill(ignored, 0.0)
 
 
-def above_mean(logits, target, V, process_group):
-    """Return logits[target], minus the mean of the words' logits on all ranks."""
-    rank, _ = rank_and_size(process_group)
-    size = logits.shape[-1]
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    column, is_local = locate(target, rank * size, size)
-    of_target = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1).where(is_local, 0.0)
-    real_size = columns_in_vocabulary(logits, V, process_group)
-    total = logits[..., :real_size].sum(-1, dtype=dtype)
-    return reduce_from_region(of_target - total / V, process_group)
+@torch.no_grad()
+def clip_grad_norm_(module, max_norm, process_group=None, norm_type=2.0):
+    """Clip by the norm of the whole model's gradients, and return it. All ranks call this."""
+    if norm_type <= 0:
+        raise ValueError(f"norm_type={norm_type}: use a positive number, or inf")
+    of_layers = {getattr(layer, own_name) for _, layer, own_name in split_parameters(module)}
+    device = next((parameter.device for parameter in module.parameters()), None)
+    norms = [torch.zeros(1, device=device)]  # of this rank's gradients
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            norm = torch.linalg.vector_norm(parameter.grad, norm_type, dtype=dtype)
+            # Every rank has the gradient of a parameter that is not split. Count it once.
+            is_split = parameter in of_layers or hasattr(parameter, "differ_between_ranks")
+            copies = 1 if is_split else dist.get_world_size(process_group)
+            norms.append(norm.view(1) / copies ** (1 / norm_type))
+    own_norm = torch.linalg.vector_norm(torch.cat(norms), norm_type)
+    norms_of_ranks = gather_from_region(own_norm.view(1), process_group)
+    total_norm = torch.linalg.vector_norm(norms_of_ranks, norm_type)
+    nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, total_norm)
+    return total_norm
 
 
-def size_of_head(logits_shard, process_group):
-    """Return the vocabulary's size: that of the head in the graph, or the number of columns."""
-    _, world_size = rank_and_size(process_group)
-    _, ends = walk([logits_shard])
-    columns = logits_shard.shape[-1]
-    layers = [node.layer for node in ends if hasattr(node, "layer")]
-    sizes = [layer.size for layer in layers if sum(layer.part_sizes) == columns]
-    return min([columns * world_size, *sizes])
+def full_state_dict(module):
+    """The plain module's state_dict(), on every rank. All ranks call this."""
+    state_dict = dict(module.state_dict())
+    for name, layer, own_name in split_parameters(module):
+        state_dict[name] = unshard(layer, state_dict[name], layer.split_dims[own_name])
+    return state_dict
+
+
+def load_full_state_dict(module, state_dict):
+    """Load this rank's shards of a plain module's state dict, or of full_state_dict()."""
+    state_dict = dict(state_dict)
+    for name, layer, own_name in split_parameters(module):
+        whole = state_dict[name]
+        if whole.shape[layer.split_dims[own_name]] != layer.size:
+            raise ValueError(
+                f"{name}: {whole.shape} in state_dict; the split dimension must be {layer.size}"
+            )
+        state_dict[name] = shard(layer, own_name, whole)
+    return module.load_state_dict(state_dict)
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. The library: parallelize() splits the layers of a plain model. A plan gives each layer a kind:
-#
-#     "column", "row"   the first and the second matrix of a pair: nn.Linear, transformers' Conv1D
-#     "qkv", "swiglu"   a first matrix that stacks q, k and v, or gate and up, all equal in size
-#     (2048, 512, 512)  a first matrix that stacks matrices of these sizes
-#     "vocab"           an embedding or a head
-#     "dropout"         a dropout inside a pair; with `sequence_parallel` also between the pairs
-#     "norm"            a norm between the pairs, only needed with `sequence_parallel`
-#     "replicated_with_grad_allreduce"
-#                       a module inside a pair that is not split, such as Qwen3's q_norm
-#
-# With `sequence_parallel` call scatter_to_sequence() after the embedding.
-#
-# Mistakes without an error:
-# - "qkv" for grouped-query attention cuts the matrix into thirds. Give the sizes.
-# - A rank has fewer heads. A view with the whole model's num_heads still fits, wrongly: it makes
-#   thinner heads, or shorter sequences. Write view(…, -1, head_dim), or divide the attribute by t
-#   after parallelize(): num_heads of Whisper, n_heads of T5, split_size of GPT-2.
-# - "dropout" on a residual without `sequence_parallel` draws another mask on each rank.
-# - Without "replicated_with_grad_allreduce" replicas drift apart, which check_input() does not find
-#   under FSDP.
+# 5. The library: how a layer is split.
 
 
 class ColumnParallelEmbedding(ParallelLayer):
@@ -494,15 +534,8 @@ LAYERS = {
 }
 
 
-def parallelize(module, plan, process_group=None, sequence_parallel=False):
-    """Make layers of `module` this rank's shards of them, in place. Return the module.
-
-    `plan` is {name of a layer, or a pattern like "layers.*.linear1": kind}. If plans or weights
-    differ, every rank raises ValueError, so seed them alike before the model is made.
-    """
-    check_same_on_all_ranks(describe(module, plan, sequence_parallel), process_group)
+def split_by_plan(module, plan, *options):
     layers = dict(module.named_modules(remove_duplicate=False))
-    options = {"process_group": process_group, "sequence_parallel": sequence_parallel}
     kinds = {}  # layer: its name and its kind
     for pattern, kind in plan.items():
         names = fnmatch.filter(layers, pattern)
@@ -511,27 +544,25 @@ def parallelize(module, plan, process_group=None, sequence_parallel=False):
         kinds |= {layers[name]: (name, kind) for name in names}
     for layer, (name, kind) in kinds.items():
         try:
-            change_kind(layer, kind, **options)
+            change_kind(layer, kind, *options)
         except ValueError as error:
             raise ValueError(f"{name!r} cannot be {kind!r}: {error}") from None
     take_shards(module)
     for layer in layers.values():
         if isinstance(layer, nn.TransformerEncoder):
             layer.use_nested_tensor = False  # collectives do not take nested tensors
-    return module
 
 
-def change_kind(layer, kind, **options):
+def change_kind(layer, kind, process_group, sequence_parallel):
     """Make a plain layer one of this kind, in place."""
-    group = options.get("process_group")
     if kind == "dropout" and type(layer) is nn.Dropout:
-        add_base(layer, ParallelDropout, group)
+        add_base(layer, ParallelDropout, process_group)
         return  # a dropout of another class ends in the error below
     if kind in ("norm", "replicated_with_grad_allreduce"):
-        if [*layer.children(), *layer.buffers()]:
-            raise ValueError(f"{layer} has buffers, or layers in it")
-        if kind != "norm" or options.get("sequence_parallel"):
-            add_base(layer, SumsGradients, group)
+        if [*layer.children(), *layer.buffers()] or isinstance(layer, ParallelLayer):
+            raise ValueError(f"{layer} has buffers or layers in it, or is split")
+        if kind != "norm" or sequence_parallel:
+            add_base(layer, SumsGradients, process_group)
         return
     stack = kind if isinstance(kind, tuple) else STACKS.get(kind, 1)
     if stack != 1:
@@ -539,19 +570,23 @@ def change_kind(layer, kind, **options):
     plain_class = nn.Linear if is_conv1d(layer) else type(layer)
     if (kind, plain_class) not in LAYERS:
         raise ValueError(f"it is {layer}; use one of {list(LAYERS)}")
-    check_plain(layer)
     parallel_class = LAYERS[kind, plain_class]
-    split_layer(layer, parallel_class, stack=stack, pad=kind == "vocab", **options)
+    pad = kind == "vocab"
+    split_layer(layer, parallel_class, process_group, sequence_parallel, stack, pad)
 
 
-# --------------------------------------------------------------------------------------------------
-# 5. The library: how a layer is split.
+def shards_of(plain, parallel_class, **options):
+    """Return a parallel layer with this rank's shards of `plain`, an nn.Linear or nn.Embedding."""
+    check_plain(plain)  # a copy would lack its hooks
+    layer = copy.deepcopy(plain)
+    split_layer(layer, parallel_class, **options)
+    take_shards(layer)
+    return layer
 
 
 def split_layer(
     layer,
     parallel_class,
-    *,
     process_group=None,
     sequence_parallel=False,
     stack=1,  # the number of stacked matrices, if they are equal in size, or their sizes
@@ -559,13 +594,16 @@ def split_layer(
     **hooks,
 ):
     """Make a plain layer a parallel one, in place. take_shards() cuts its parameters."""
+    check_member(process_group)
+    check_plain(layer)
     if is_conv1d(layer):
         layer.is_transposed = True
         split_dims = parallel_class.split_dims
         layer.split_dims = split_dims | {"weight": 1 - split_dims["weight"]}
     layer.__class__ = parallel_class
     layer.process_group = process_group
-    layer.rank, layer.world_size = rank_and_size(process_group)
+    layer.rank = dist.get_rank(process_group)
+    layer.world_size = dist.get_world_size(process_group)
     layer.sequence_parallel = sequence_parallel
     # The ranks with other parts, over which DDP, ZeRO and FSDP of this project do not average.
     layer.differ_between_ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
@@ -600,6 +638,15 @@ def take_shards(module):
                 parameter.differ_between_ranks = layer.differ_between_ranks
 
 
+def split_parameters(module):
+    """For each parameter that is split, yield its name in `module`, its layer, its name there."""
+    for path, layer in module.named_modules(remove_duplicate=False):
+        if isinstance(layer, ParallelLayer):
+            for name in layer.split_dims:
+                if getattr(layer, name) is not None:
+                    yield f"{path}.{name}".strip("."), layer, name
+
+
 def shard(layer, name, whole):
     """Return this rank's shard of a whole parameter: its part of each matrix, padded by zeros."""
     dim = layer.split_dims[name]
@@ -618,27 +665,29 @@ def unshard(layer, shard, dim):
     return torch.cat(matrices, dim).narrow(dim, 0, layer.size)  # without the padding
 
 
-def along_dimension(function):
-    def apply(x, process_group=None, dim=-1):
-        return function(x.movedim(dim, 0), process_group).movedim(0, dim)
-
-    return apply
+def scatter_to_region(x, process_group=None, dim=-1):
+    """Return this rank's part of an x that all ranks have."""
+    return scatter_to_sequence(x.movedim(dim, 0), process_group).movedim(0, dim)
 
 
-scatter_to_region = along_dimension(scatter_to_sequence)
+def gather_from_region(x_shard, process_group=None, dim=-1):
+    """Return the whole. Unlike after gather_from_sequence(), all ranks go on to compute the same.
 
-# Unlike after gather_from_sequence(), all ranks go on to compute the same. So their gradients are
-# equal, and are not summed.
-gather_from_region = along_dimension(operator(all_gather, own_part))
+    So their gradients are equal, and are not summed.
+    """
+    whole = Conjugate.apply(x_shard.movedim(dim, 0), all_gather, own_part, process_group)
+    return whole.movedim(0, dim)
 
 
 def add_hooks(layer, gather_output=False, input_is_parallel=True):
-    """Let a column layer return all outputs, and let a row layer take all inputs, if asked for."""
+    """Make a layer scatter or check its input, hide its padding, and gather its output."""
     if isinstance(layer, RowParallelLinear):
         layer.register_forward_pre_hook(check_input if input_is_parallel else scatter_input)
     is_padded = sum(layer.part_sizes) * layer.world_size > layer.size
     if isinstance(layer, ColumnParallelLinear) and is_padded:
         layer.register_forward_hook(hide_padding)
+    if isinstance(layer, VocabParallelEmbedding) and layer.padding_idx is not None:
+        layer.register_forward_hook(hide_padding_idx)
     if gather_output:
         layer.register_forward_hook(gather_output_of)
 
@@ -647,32 +696,58 @@ def scatter_input(layer, inputs):
     return scatter_to_region(*inputs, layer.process_group)
 
 
-def gather_output_of(layer, inputs, y):
-    return unshard(layer, y, -1)
+def gather_output_of(layer, inputs, y_shard):
+    return unshard(layer, y_shard, -1)
 
 
 @torch.no_grad()
-def hide_padding(layer, inputs, y):
+def hide_padding(layer, inputs, logits_shard):
     """Make the logits of padding -inf, which softmax ignores."""
-    first_of_padding = layer.size - layer.rank * y.shape[-1]  # negative: all are padding
-    y[..., max(0, first_of_padding) :] = -math.inf
+    first_of_padding = layer.size - layer.rank * logits_shard.shape[-1]  # negative: all are padding
+    logits_shard[..., max(0, first_of_padding) :] = -math.inf
 
 
-def mark_tokens(layer, tokens, x):
-    """Give padding_idx no gradient, and tokens outside the vocabulary NaN."""
-    is_outside = check_tokens(tokens, layer.num_embeddings)
-    if layer.padding_idx is not None and x.requires_grad:
-        is_padding = (tokens == layer.padding_idx).unsqueeze(-1)
+def hide_padding_idx(layer, inputs, x):
+    """Give the row of padding_idx no gradient."""
+    is_padding = (inputs[0] == layer.padding_idx).unsqueeze(-1)
+    if x.requires_grad:
         x.register_hook(lambda gradient: gradient.masked_fill(is_padding, 0.0))
-    # Not where(), which would change the strides. Dropout draws its mask in memory order.
-    return x.masked_fill(is_outside.unsqueeze(-1), math.nan)
+
+
+def size_of_head(logits_shard, process_group):
+    """Return the vocabulary's size: that of the head in the graph, or the number of columns."""
+    columns = logits_shard.shape[-1]
+    _, ends = walk([logits_shard])
+    layers = [node.layer for node in ends if hasattr(node, "layer")]
+    sizes = [layer.size for layer in layers if sum(layer.part_sizes) == columns]
+    return min([columns * dist.get_world_size(process_group), *sizes])
+
+
+def walk(tensors):
+    """Walk the graph from `tensors` back to where it leaves a pair of layers.
+
+    Return the nodes on the way, and the nodes where it ends: a column layer's, or an operator's.
+    """
+    waiting = [tensor.grad_fn for tensor in tensors]
+    seen = {None}
+    ends = []
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ in ("ColumnLinearBackward", "ConjugateBackward"):
+            ends.append(node)
+        else:
+            waiting += [next_node for next_node, _ in node.next_functions]
+    return seen - {None}, ends
 
 
 # --------------------------------------------------------------------------------------------------
-# 6. The library: modules that are not split, and the modules of a transformer.
+# 6. The library: modules that are not split.
 
 
-def add_base(module, base, process_group=None):
+def add_base(module, base, process_group):
     """Make `base` the first base of the module's class, in place."""
     if not isinstance(module, base):
         plain_class = type(module)
@@ -703,168 +778,26 @@ class ParallelDropout:
             return super().forward(x)
 
 
-def model_parallel_seed(seed, process_group=None):
-    """Seed the ranks of the group alike. parallel_region() makes their numbers differ."""
-    check_same_on_all_ranks({f"seed {seed}"}, process_group)
-    torch.manual_seed(seed)
-
-
 @contextmanager
 def parallel_region(process_group=None, enabled=True):
     """Random numbers differ by rank inside the region, and agree again after it.
 
-    The default generator draws the seed. A checkpoint restores it, and so repeats the masks.
+    All ranks need the same random state before it: seed them alike. The default generator draws the
+    region's seed. A checkpoint restores it, and so repeats the masks.
     """
-    rank, world_size = rank_and_size(process_group)
-    if world_size == 1 or not enabled:
+    check_member(process_group)
+    if dist.get_world_size(process_group) == 1 or not enabled:
         yield
         return
     seed = torch.randint(2**48, (), device="cpu").item()
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(gpus):
-        torch.manual_seed(seed + rank)
+        torch.manual_seed(seed + dist.get_rank(process_group))
         yield
 
 
-class ParallelMLP(nn.Module):
-    """linear2(gelu(linear1(x))). With "swiglu" linear1 stacks two matrices, gate and up."""
-
-    def __init__(self, hidden_size, ffn_hidden_size, activation="gelu", **options):
-        super().__init__()
-        self.activation = activation
-        if activation not in ("gelu", "swiglu"):
-            raise ValueError(f"activation={activation!r}: use 'gelu' or 'swiglu'")
-        stack = 2 if activation == "swiglu" else 1
-        features = stack * ffn_hidden_size
-        self.linear1 = ColumnParallelLinear(hidden_size, features, stack=stack, **options)
-        self.linear2 = RowParallelLinear(ffn_hidden_size, hidden_size, **options)
-
-    def forward(self, x):
-        x = self.linear1(x)
-        if self.activation == "gelu":
-            return self.linear2(F.gelu(x))
-        gate, up = x.chunk(2, -1)
-        return self.linear2(F.silu(gate) * up)
-
-
-class ParallelSelfAttention(nn.Module):
-    """Causal attention with its heads split over the ranks, also grouped-query attention."""
-
-    def __init__(self, hidden_size, num_heads, num_kv_heads=None, dropout=0.0, **options):
-        super().__init__()
-        num_kv_heads = num_kv_heads or num_heads
-        self.head_dim = hidden_size // num_heads
-        self.dropout = dropout
-        kv_size = num_kv_heads * self.head_dim
-        stack = [hidden_size, kv_size, kv_size]
-        self.qkv = ColumnParallelLinear(hidden_size, sum(stack), stack=stack, **options)
-        self.proj = RowParallelLinear(hidden_size, hidden_size, **options)
-        check_divides("key and value heads", num_kv_heads, self.qkv.world_size)
-
-    def forward(self, x):
-        qkv = self.qkv(x).split(self.qkv.part_sizes, -1)
-        # Each is (batch, heads, sequence, head_dim).
-        q, k, v = [y.unflatten(-1, (-1, self.head_dim)).movedim(0, 2) for y in qkv]
-        p = self.dropout * self.training
-        with parallel_region(self.qkv.process_group, p > 0):
-            y = F.scaled_dot_product_attention(
-                q, k, v, dropout_p=p, is_causal=True, enable_gqa=k.shape != q.shape
-            )
-        return self.proj(y.movedim(2, 0).flatten(2))
-
-
-class ParallelTransformerLayer(nn.Module):
-    """Attention and MLP, each with a norm before it, dropout after it, and a residual around it.
-
-    x is (sequence, batch, hidden). All ranks need the same random state here and in forward, as
-    model_parallel_seed() sets it. Otherwise weights and activations differ, without an error.
-    """
-
-    def __init__(
-        self,
-        hidden_size,
-        num_heads,
-        ffn_hidden_size=None,
-        num_kv_heads=None,
-        activation="gelu",
-        dropout=0.0,
-        **options,
-    ):
-        super().__init__()
-        ffn_hidden_size = ffn_hidden_size or 4 * hidden_size
-        self.norm1 = nn.LayerNorm(hidden_size)
-        self.self_attn = ParallelSelfAttention(
-            hidden_size, num_heads, num_kv_heads, dropout, **options
-        )
-        self.norm2 = nn.LayerNorm(hidden_size)
-        self.mlp = ParallelMLP(hidden_size, ffn_hidden_size, activation, **options)
-        self.dropout = nn.Dropout(dropout)
-        change_kind(self.norm1, "norm", **options)
-        change_kind(self.norm2, "norm", **options)
-        if options.get("sequence_parallel"):
-            change_kind(self.dropout, "dropout", **options)
-
-    def forward(self, x):
-        x = x + self.dropout(self.self_attn(self.norm1(x)))
-        return x + self.dropout(self.mlp(self.norm2(x)))
-
-
 # --------------------------------------------------------------------------------------------------
-# 7. The library: the whole model's gradient norm and state dict, and the boxes of a checkpoint.
-
-
-def split_parameters(module):
-    """For each parameter that is split, yield its name in `module`, its layer, its name there."""
-    for path, layer in module.named_modules(remove_duplicate=False):
-        if isinstance(layer, ParallelLayer):
-            for name in layer.split_dims:
-                if getattr(layer, name) is not None:
-                    yield f"{path}.{name}".strip("."), layer, name
-
-
-@torch.no_grad()
-def clip_grad_norm_(module, max_norm, process_group=None, norm_type=2.0):
-    """Clip by the norm of the whole model's gradients, and return it. All ranks call this."""
-    _, world_size = rank_and_size(process_group)
-    if norm_type <= 0:
-        raise ValueError(f"norm_type={norm_type}: use a positive number, or inf")
-    of_layers = {getattr(layer, own_name) for _, layer, own_name in split_parameters(module)}
-    parameters = [p for p in module.parameters() if p.grad is not None]
-    device = next((p.device for p in module.parameters()), None)
-    norms = [torch.zeros(1, device=device)]
-    for parameter in parameters:
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(parameter.grad, norm_type, dtype=dtype)
-        # Every rank has the gradient of a parameter that is not split. Count it once.
-        is_split = parameter in of_layers or hasattr(parameter, "differ_between_ranks")
-        copies = 1 if is_split else world_size
-        norms.append(norm.view(1) / copies ** (1 / norm_type))
-    own_norm = torch.linalg.vector_norm(torch.cat(norms), norm_type)
-    norm_of_each_rank = gather_from_region(own_norm.view(1), process_group)
-    total_norm = torch.linalg.vector_norm(norm_of_each_rank, norm_type)
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm)
-    return total_norm
-
-
-def full_state_dict(module):
-    """The plain module's state_dict(), on every rank. All ranks call this."""
-    state_dict = dict(module.state_dict())
-    for name, layer, own_name in split_parameters(module):
-        state_dict[name] = unshard(layer, state_dict[name], layer.split_dims[own_name])
-    return state_dict
-
-
-def load_full_state_dict(module, state_dict):
-    """Load this rank's shards of a plain module's state dict, or of full_state_dict()."""
-    state_dict = dict(state_dict)
-    for name, layer, own_name in split_parameters(module):
-        whole = state_dict[name]
-        if whole.shape[layer.split_dims[own_name]] != layer.size:
-            raise ValueError(
-                f"{name}: {whole.shape} in state_dict; the split dimension must be {layer.size}"
-            )
-        state_dict[name] = shard(layer, own_name, whole)
-    return module.load_state_dict(state_dict)
+# 7. The library: where a shard lies in its whole parameter, for checkpoints.
 
 
 class Box(NamedTuple):
@@ -938,16 +871,16 @@ def check_plain(layer):
 
 
 def check_tokens(tokens, V):
-    """Return which tokens are outside a vocabulary of V. On the CPU raise IndexError for them.
+    """Raise IndexError on the CPU if tokens are outside a vocabulary of V.
 
     On a GPU the host would wait for this, so there their embedding, loss and gradient are NaN.
     """
-    is_outside = (tokens < 0) | (tokens >= V)
-    if is_outside.is_cpu and is_outside.any():
-        raise IndexError(
-            f"tokens {tokens[is_outside].tolist()} are not in a vocabulary of {V}; use 0 to {V - 1}"
-        )
-    return is_outside
+    if tokens.is_cpu:
+        outside = tokens[is_outside(tokens, V)]
+        if len(outside):
+            raise IndexError(
+                f"tokens {outside.tolist()} are not in a vocabulary of {V}; use 0 to {V - 1}"
+            )
 
 
 def check_input(layer, inputs):
@@ -968,33 +901,12 @@ def check_input(layer, inputs):
             )
 
 
-def walk(tensors):
-    """Walk the graph from `tensors` back to where it leaves a pair of layers.
-
-    Return the nodes on the way, and the nodes where it ends: a column layer's, or an operator's.
-    """
-    nodes = [x.grad_fn for x in tensors]
-    seen = {None}
-    ends = []
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        if type(node).__name__ in ("ColumnLinearBackward", "ConjugateBackward"):
-            ends.append(node)
-            continue
-        seen.add(node)
-        nodes += [next_node for next_node, _ in node.next_functions]
-    return seen - {None}, ends
-
-
 def check_loss_arguments(logits_shard, target, label_smoothing, vocab_size, process_group):
     if target.shape != logits_shard.shape[:-1]:
         raise ValueError(f"{target.shape=}, {logits_shard.shape=}: each token needs one target")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"{label_smoothing=}: use a number from 0 to 1")
-    _, world_size = rank_and_size(process_group)
-    columns = logits_shard.shape[-1] * world_size
+    columns = logits_shard.shape[-1] * dist.get_world_size(process_group)
     if vocab_size is not None and not 0 < vocab_size <= columns:
         raise ValueError(f"{vocab_size=}: the ranks have {columns} columns; use 1 to {columns}")
 
@@ -1006,23 +918,38 @@ def check_no_second_derivative():
 
 
 def describe(module, plan, sequence_parallel):
-    """Return what must be the same on all ranks, as a set of texts."""
-    texts = {f"plan {plan}", f"{sequence_parallel=}"}
+    """Return what must be the same on all ranks."""
+    facts = [f"plan {plan}", f"{sequence_parallel=}"]
     for name, parameter in module.named_parameters():
         has_no_sum = parameter.is_meta or hasattr(parameter, "differ_between_ranks")
         total = None if has_no_sum else parameter.sum().item()
-        texts.add(f"{name} {tuple(parameter.shape)} {parameter.dtype} with sum {total}")
-    return texts
+        facts.append(f"{name} {tuple(parameter.shape)} {parameter.dtype} with sum {total}")
+    return facts
 
 
-def check_same_on_all_ranks(mine, process_group):
-    """Raise ValueError on every rank, if the ranks' sets of texts differ."""
-    _, world_size = rank_and_size(process_group)
-    everyone = [None] * world_size
+def check_member(process_group):
+    if dist.get_rank(process_group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in process_group")
+
+
+def check_same_on_all_ranks(what, facts, process_group=None):
+    """Raise ValueError on all ranks of the group unless they give the same `facts`, in order.
+
+    Collectives of different sizes or dtypes abort the process or return garbage, so the ranks
+    compare what they are about to communicate. What only one rank finds wrong is a fact, too.
+    """
+    if dist.get_rank(process_group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in process_group")
+    mine = [f"{number}: {fact}" for number, fact in enumerate(facts)]
+    everyone = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(everyone, mine, group=process_group)
-    differ = set.union(*everyone) - set.intersection(*everyone)
-    if differ:
-        raise ValueError(f"the ranks differ: {', '.join(sorted(differ))}; seed all ranks alike")
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            here = sorted(set(theirs).difference(everyone[0]))
+            there = sorted(set(everyone[0]).difference(theirs))
+            raise ValueError(
+                f"all ranks must have the same {what}: rank {rank} has {here}, rank 0 {there}"
+            )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1034,12 +961,12 @@ def main():
     demo = Demo(__doc__, {"--sequence-parallel": flag})
     if 6 % demo.ranks:
         demo.stop(f"6 attention heads are not divisible by {demo.ranks} ranks; use 1, 2, 3 or 6")
-    model = demo.start("tensor_parallel", parts=1)
     sequence_parallel = demo.args.sequence_parallel
-    loss_of = vocab_parallel_cross_entropy
+    if demo.args.idea and sequence_parallel:
+        demo.stop("--sequence-parallel needs section 2; leave out --idea")
+    model = demo.start("tensor_parallel", parts=1)
     if demo.args.idea:
-        split_by_the_idea(model, sequence_parallel)
-        loss_of = partial(naive_cross_entropy, first=first_of_vocabulary(256))
+        split_by_the_idea(model)
     else:
         plan = {"0": "vocab", "*.qkv": "qkv", "*.proj": "row", "*.linear1": "column"}
         plan |= {"*.linear2": "row", "*.norm?": "norm", "5": "norm", "6": "vocab"}
@@ -1051,7 +978,11 @@ def main():
 
     def step(inputs, targets):
         optimizer.zero_grad()
-        loss = loss_of(model(inputs), targets).mean()
+        logits = model(inputs)
+        if demo.args.idea:  # the head is whole
+            loss = language_loss(logits, targets)
+        else:
+            loss = vocab_parallel_cross_entropy(logits, targets).mean()
         loss.backward()
         optimizer.step()
         return loss
@@ -1072,17 +1003,15 @@ def sent_by_formula(demo):
     l = 4
     h = 192
     bs = demo.batch(0)[0].numel()
-    per_layer = 8
-    per_model = 4
-    if demo.args.sequence_parallel:
-        per_layer = 8 if demo.args.idea else 10
-        per_model = 5 if demo.args.idea else 6
-    per_token = 4 if demo.args.idea else 6  # in the loss
-    formula = f"({per_layer}l+{per_model})bsh + {per_token}bs"
-    sent = (per_layer * l + per_model) * bs * h + per_token * bs
-    if demo.args.sequence_parallel:
-        formula += " + (12l+4)h"
-        sent += (12 * l + 4) * h
+    if demo.args.idea:
+        formula = "8l bsh"
+        sent = 8 * l * bs * h
+    elif demo.args.sequence_parallel:
+        formula = "(10l+6)bsh + 6bs + (12l+4)h"
+        sent = (10 * l + 6) * bs * h + 6 * bs + (12 * l + 4) * h
+    else:
+        formula = "(8l+4)bsh + 6bs"
+        sent = (8 * l + 4) * bs * h + 6 * bs
     return f"({formula})(t-1)/t", sent * (t - 1) / t
 
 
@@ -1094,13 +1023,6 @@ def whole_gradients(module):
             dim = layer.split_dims[own_name]
             gradients[name] = unshard(layer, gradients[name], dim)
     return gradients
-
-
-def layer_norm(x, weight, bias, process_group=None):
-    """The norm of this rank's positions, with sequence parallelism. f sums the gradients."""
-    weight = copy_to_region(weight, process_group)
-    bias = copy_to_region(bias, process_group)
-    return F.layer_norm(x, weight.shape, weight, bias)
 
 
 class Naive(nn.Module):
@@ -1116,48 +1038,32 @@ class Naive(nn.Module):
             self.register_parameter(name, nn.Parameter(shard))
 
     def forward(self, x):
-        return self.function(x, **dict(self.named_parameters()))
+        return self.function(x, self.weight, self.bias)
 
     def shard(self, name, whole):
-        rank, world_size = rank_and_size(None)
         dim = self.dims[name]
         matrices = whole.chunk(self.matrices, dim)
-        return torch.cat([matrix.chunk(world_size, dim)[rank] for matrix in matrices], dim)
+        return torch.cat([own_part(matrix.movedim(dim, 0), None) for matrix in matrices]).movedim(
+            0, dim
+        )
 
     def join(self, name, shard):
         if name not in self.dims:
             return shard
         dim = self.dims[name]
-        shards = [None] * dist.get_world_size()
-        dist.all_gather_object(shards, shard.cpu())  # which may differ in size
-        matrices = zip(*[shard.chunk(self.matrices, dim) for shard in shards], strict=True)
-        whole = torch.cat([part for parts in matrices for part in parts], dim)
-        return whole.to(shard.device)
+        parts = shard.chunk(self.matrices, dim)
+        return torch.cat([gather_from_region(part, dim=dim) for part in parts], dim)
 
 
-def first_of_vocabulary(V):
-    """The first row of the embedding that this rank has, and the first column of the logits."""
-    rows_per_rank = math.ceil(V / dist.get_world_size())
-    return dist.get_rank() * rows_per_rank
-
-
-def split_by_the_idea(model, sequence_parallel):
-    column = partial(column_linear, sequence_parallel=sequence_parallel)
-    row = partial(row_linear, sequence_parallel=sequence_parallel)
+def split_by_the_idea(model):
+    """Embedding, norms and head stay whole on every rank."""
     by_rows = {"weight": 0, "bias": 0}
-    first = first_of_vocabulary(len(model[0].weight))
-    model[0] = Naive(model[0], partial(vocab_embedding, first=first), by_rows)
+    by_columns = {"weight": 1}
     for block in model[1:5]:
-        block.qkv = Naive(block.qkv, column, by_rows, matrices=3)
-        block.proj = Naive(block.proj, row, {"weight": 1})
-        block.linear1 = Naive(block.linear1, column, by_rows)
-        block.linear2 = Naive(block.linear2, row, {"weight": 1})
-        if sequence_parallel:
-            block.norm1 = Naive(block.norm1, layer_norm, {})
-            block.norm2 = Naive(block.norm2, layer_norm, {})
-    if sequence_parallel:
-        model[5] = Naive(model[5], layer_norm, {})
-    model[6] = Naive(model[6], column, by_rows)
+        block.qkv = Naive(block.qkv, column_linear, by_rows, matrices=3)
+        block.proj = Naive(block.proj, row_linear, by_columns)
+        block.linear1 = Naive(block.linear1, column_linear, by_rows)
+        block.linear2 = Naive(block.linear2, row_linear, by_columns)
 
 
 def join_naive(model, plain):

@@ -7,6 +7,7 @@ import pool
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from claims import KINDS, default_group, resolve
 from claims.verdicts import judge
 from shared import fake_world_on_meta, loss_of, make_batch, make_model
@@ -148,8 +149,8 @@ def test_a_step_of_ddp_copies_nothing_from_the_host():
 
 def test_the_loss_over_a_split_vocabulary_copies_nothing_from_the_host():
     with fake_world_on_meta(2, rank=0):
-        embedding = tensor_parallel.VocabParallelEmbedding(16, 8)
-        head = tensor_parallel.ColumnParallelLinear(8, 16)
+        embedding = tensor_parallel.VocabParallelEmbedding.from_full(nn.Embedding(16, 8))
+        head = tensor_parallel.ColumnParallelLinear.from_full(nn.Linear(8, 16))
         tokens = torch.zeros(5, dtype=torch.long)
         with OnTheHost("meta") as host:
             logits = head(embedding(tokens))

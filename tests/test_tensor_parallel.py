@@ -129,20 +129,17 @@ def make_tokens(V, step=0):
     return torch.randint(V, (12, 3), generator=generator)
 
 
-@SEQUENCE_PARALLEL
 @pool.on(4)  # the demo has the default group
-def test_section_1_alone_has_the_loss_and_the_gradients_of_one_device(sp):
+def test_section_1_alone_has_the_loss_and_the_gradients_of_one_device():
     plain = demo_model(13)
     ours = copy.deepcopy(plain)
-    tp.split_by_the_idea(ours, sp)
-    if sp:
-        scatter_after_embedding(ours)
+    tp.split_by_the_idea(ours)
     tokens = make_tokens(13)
     expected = tp.language_loss(plain(tokens), tokens)
-    losses = tp.naive_cross_entropy(ours(tokens), tokens, tp.first_of_vocabulary(13))
+    loss = tp.language_loss(ours(tokens), tokens)
     expected.backward()
-    losses.mean().backward()
-    within(losses.mean(), expected)
+    loss.backward()
+    within(loss, expected)
     gradients, parameters = tp.join_naive(ours, plain)
     bitwise(parameters, [parameter.detach() for parameter in plain.parameters()])
     within(gradients, [parameter.grad for parameter in plain.parameters()])
@@ -190,66 +187,16 @@ def test_a_model_trains_as_on_one_device(tied, V, sp):
                 optimizer.zero_grad()
 
 
-@pool.on(3)
-def test_a_transformer_layer_computes_what_pytorchs_does():
-    plain = nn.TransformerEncoderLayer(
-        24,
-        12,
-        96,
-        dropout=0.0,
-        activation=F.gelu,
-        norm_first=True,
-    )
-    plain.double()
-    state = {}
-    for name, whole in plain.state_dict().items():
-        our_name = name.replace("in_proj_", "qkv.")
-        our_name = our_name.replace("out_proj", "proj")
-        our_name = our_name.replace("linear", "mlp.linear")
-        state[our_name] = whole
-    layer = tp.ParallelTransformerLayer(24, 12, process_group=pool.group())
-    layer.double()
-    tp.load_full_state_dict(layer, state)
-    x = randn((6, 2, 24))
-    mask = nn.Transformer.generate_square_subsequent_mask(6, dtype=x.dtype)
-    within(layer(x), plain(x, mask))
-
-
-@SEQUENCE_PARALLEL
-@pool.on(3)
-def test_a_transformer_layer_with_grouped_queries_and_swiglu_computes_what_one_rank_does(sp):
-    groups = [dist.new_group([rank]) for rank in range(3)]
-    alone = groups[pool.rank()]
-    make = partial(tp.ParallelTransformerLayer, 24, 12, 24, 6, "swiglu")
-    plain = make(process_group=alone).double()
-    layer = make(process_group=pool.group(), sequence_parallel=sp)
-    layer.double()
-    tp.load_full_state_dict(layer, plain.state_dict())
-    x = randn((6, 2, 24))
-    part = mine(x) if sp else x
-    expected = plain(x)
-    expected.backward(x)
-    y = layer(part)
-    y.backward(part)
-    within(y, mine(expected) if sp else expected)
-    assert_same_model(layer, plain)
-    gate, up = plain.mlp.linear1(x).chunk(2, -1)
-    hidden = F.silu(gate) * up
-    bitwise(plain.mlp(x), plain.mlp.linear2(hidden))
-
-
 @pool.on(2)
-def test_a_layer_draws_its_shards_from_the_whole_weight_and_names_the_ranks_of_others():
-    torch.manual_seed(0)
+def test_a_split_layer_names_the_ranks_with_other_values():
     plain = nn.Linear(6, 12)
-    torch.manual_seed(0)
-    layer = tp.RowParallelLinear(6, 12, process_group=pool.group())
-    bitwise(tp.full_state_dict(layer), plain.state_dict())
+    from_full = partial(tp.RowParallelLinear.from_full, process_group=pool.group())
+    layer = from_full(plain)
     assert layer.differ_between_ranks == layer.weight.differ_between_ranks == [0, 1]
     assert not hasattr(layer.bias, "differ_between_ranks")
     plain.weight.register_hook(print)  # which a copy would lack
     with pytest.raises(ValueError, match="hooks"):
-        tp.RowParallelLinear.from_full(plain, process_group=pool.group())
+        from_full(plain)
 
 
 @pool.on(2)
@@ -312,6 +259,29 @@ def model_of_conv1d():
     return nn.Sequential(OwnNorm(8), first, Gate(), second)
 
 
+class Grouped(nn.Module):
+    """Stands for attention with grouped queries: two features of q to one of k and of v."""
+
+    def forward(self, x):
+        size = x.shape[-1] // 4
+        q, k, v = x.split([2 * size, size, size], -1)
+        pairs = q.unflatten(-1, (-1, 2)) * k.sigmoid().unsqueeze(-1)
+        return pairs.flatten(-2) + v.repeat_interleave(2, -1)
+
+
+class SwiGLU(nn.Module):
+    def forward(self, x):
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+
+
+def model_of_stacks():
+    attention = [nn.Linear(8, 24), Grouped(), nn.Linear(12, 8)]
+    mlp = [nn.Linear(8, 24), SwiGLU(), nn.Linear(12, 8)]
+    return nn.Sequential(OwnNorm(8), *attention, *mlp)
+
+
+STACKS = {"0": "norm", "1": (12, 6, 6), "3": "row", "4": "swiglu", "6": "row"}
 NORMS = {"0": "norm", "1": "column", "3": "replicated_with_grad_allreduce", "5": "row"}
 CONV1D = {"0": "norm", "1": "qkv", "3": "row"}
 
@@ -319,11 +289,11 @@ CONV1D = {"0": "norm", "1": "qkv", "3": "row"}
 @SEQUENCE_PARALLEL
 @pytest.mark.parametrize(
     ("make", "plan"),
-    [(model_with_norms, NORMS), (model_of_conv1d, CONV1D)],
-    ids=["any norm, between pairs and inside", "stacked Conv1D"],
+    [(model_with_norms, NORMS), (model_of_conv1d, CONV1D), (model_of_stacks, STACKS)],
+    ids=["any norm, between pairs and inside", "stacked Conv1D", "grouped queries and SwiGLU"],
 )
 @pool.on(3)
-def test_what_is_not_a_linear_layer_trains_as_on_one_device(make, plan, sp):
+def test_what_is_not_a_plain_linear_layer_trains_as_on_one_device(make, plan, sp):
     plain = make().double()
     ours = split(plain, plan, sp)
     tp.parallelize(ours, {"0": "norm"}, pool.group(), sp)  # again: sums no gradient twice
@@ -465,7 +435,8 @@ def test_stacked_matrices_are_gathered_in_the_order_of_the_plain_layer():
 
 @pool.on(2)
 def test_on_a_gpu_what_is_outside_the_vocabulary_is_nan():
-    embedding = tp.VocabParallelEmbedding(7, 4, process_group=pool.group())
+    plain = nn.Embedding(7, 4)
+    embedding = tp.VocabParallelEmbedding.from_full(plain, process_group=pool.group())
     shard = torch.ones(3, 3, requires_grad=True)
     tokens = torch.tensor([5, -7, 8**9])
     with pytest.MonkeyPatch.context() as patch:
@@ -557,31 +528,42 @@ def test_the_boxes_of_all_ranks_cover_the_whole_weight_once(kind, outputs):
 # ---- dropout
 
 
+DROPOUTS = {"0": "column", "1": "dropout", "2": "row"}
+
+
 @SEQUENCE_PARALLEL
 @pool.on(2)
 def test_dropout_differs_between_ranks_only_where_activations_do_and_checkpoints_repeat_it(sp):
-    options = {"dropout": 0.5, "sequence_parallel": sp, "process_group": pool.group()}
-    layer = tp.ParallelTransformerLayer(8, 4, **options).double()
-    attention = layer.self_attn
-    attention.qkv.weight.data = randn((2, 8)).repeat(6, 1)  # equal heads
-    attention.qkv.bias.data.zero_()
-    inside = []  # the inputs of proj
-    outside = []  # the outputs of dropout
-    attention.proj.register_forward_pre_hook(lambda module, x: inside.extend(x))
-    layer.dropout.register_forward_hook(lambda *args: outside.append(args[-1]))
+    plain = [nn.Linear(8, 16), nn.Dropout(), nn.Linear(16, 8), nn.Dropout()]
+    plan = DROPOUTS | ({"3": "dropout"} if sp else {})
+    torch.manual_seed(0)
+    layer = split(nn.Sequential(*plain).double(), plan, sp)
+    masks = []
+    for dropout in layer[1::2]:
+        dropout.register_forward_hook(lambda *args: masks.append(args[-1] == 0))
     x = randn((4, 2, 8)).requires_grad_()
     results = []
     needs_gradient = [x, *layer.parameters()]
     for call in (layer, partial(checkpoint, layer, use_reentrant=False)):
-        tp.model_parallel_seed(3, pool.group())
+        torch.manual_seed(3)
         y = call(x)
         gradients = torch.autograd.grad(y, needs_gradient, randn(y.shape))
         random = torch.rand(3)
         results.append([y.detach(), random, *gradients])
     bitwise(*results)
-    assert not alike(inside[0])
-    assert alike(outside[0] == 0) != sp
+    inside, outside = masks[:2]
+    assert not alike(inside)
+    assert alike(outside) != sp
     assert alike(random)
+
+
+@pool.on(2)
+def test_random_numbers_differ_in_a_parallel_region_and_agree_after_it():
+    torch.manual_seed(3)
+    with tp.parallel_region(pool.group()):
+        inside = torch.rand(3)
+    assert not alike(inside)
+    assert alike(torch.rand(3))
 
 
 # ---- errors
@@ -589,13 +571,11 @@ def test_dropout_differs_between_ranks_only_where_activations_do_and_checkpoints
 
 def test_sizes_that_the_ranks_cannot_share_are_an_error_before_any_collective():
     with fake_world(2, 0), Collectives() as seen:
-        with pytest.raises(ValueError, match="3 key and value heads"):
-            tp.ParallelSelfAttention(24, 6, 3)
         with pytest.raises(ValueError, match=r"7 features .* by 2 .* in \[1, 7\]$"):
-            tp.ColumnParallelLinear(4, 7)
+            tp.ColumnParallelLinear.from_full(nn.Linear(4, 7))
         with pytest.raises(ValueError, match="3 positions or features"):
             tp.scatter_to_region(torch.ones(2, 3))
-        layer = tp.ColumnParallelLinear(4, 8)
+        layer = tp.ColumnParallelLinear.from_full(nn.Linear(4, 8))
         with pytest.raises(ValueError, match=r"\[6, 4\].* 8"):
             tp.load_full_state_dict(layer, {"weight": torch.ones(6, 4)})
         assert not seen.calls
@@ -612,6 +592,10 @@ def tied():
     second = nn.Linear(4, 8)
     second.weight = first.weight
     return nn.Sequential(first, second)
+
+
+def split_already():
+    return split(nn.Sequential(nn.Linear(4, 4)), {"0": "column"})
 
 
 def batch_norm():
@@ -631,6 +615,8 @@ def embedding_with_max_norm():
         (model_with_norms, {"1": (5, 3)}, "'1' .*add up to 24"),
         (model_with_norms, {"nothing": "norm"}, "'nothing'"),
         (batch_norm, {"0": "norm"}, "'0' .*buffers"),
+        (split_already, {"0": "replicated_with_grad_allreduce"}, "'0' .*is split"),
+        (split_already, {"0": "column"}, "'0' .*ColumnParallelLinear"),
         (tied, {"0": "row"}, r"1\.weight is tied"),
         (tied, {"0": "column", "1": "swiglu"}, r"1\.weight is tied"),
     ],
@@ -641,6 +627,8 @@ def embedding_with_max_norm():
         "sizes",
         "name",
         "buffers",
+        "split, as a norm",
+        "split twice",
         "tied to a plain layer",
         "tied to a stack",
     ],
@@ -654,7 +642,7 @@ def test_a_plan_that_would_not_be_right_is_an_error_that_names_the_layer(make, p
 
 @pytest.mark.parametrize(
     ("kind", "seed", "word"),
-    [("row", 0, "plan .*'row'"), ("column", 1, "sum .*seed")],
+    [("row", 0, "plan .*'row'"), ("column", 1, "seed all .* sum ")],
     ids=["plans", "seeds"],
 )
 @pool.on(2)
@@ -666,8 +654,6 @@ def test_what_differs_between_ranks_is_an_error_on_every_rank(kind, seed, word):
     model = nn.Sequential(nn.Linear(4, 4))
     with pytest.raises(ValueError, match=word):
         tp.parallelize(model, {"0": kind}, pool.group())
-    with pytest.raises(ValueError, match="seed 1"):
-        tp.model_parallel_seed(pool.rank(), pool.group())
 
 
 @pool.on(2)
@@ -690,13 +676,14 @@ def test_a_group_without_this_rank_is_an_error():
     groups = [dist.new_group([rank]) for rank in range(2)]
     other = groups[1 - pool.rank()]
     x = torch.ones(2)
-    with pytest.raises(ValueError, match="not a member"):
+    with pytest.raises(ValueError, match="not in process_group"):
         tp.copy_to_region(x, other)
 
 
 @pool.on(2)
 def test_what_is_outside_the_vocabulary_is_an_error():
-    embedding = tp.VocabParallelEmbedding(7, 4, process_group=pool.group())
+    plain = nn.Embedding(7, 4)
+    embedding = tp.VocabParallelEmbedding.from_full(plain, process_group=pool.group())
     shard = torch.ones(2, 4)
     with pytest.raises(IndexError, match=r"\[7, -1\] .* of 7; use 0 to 6"):  # 7 is padding
         embedding(torch.tensor([6, 7, -1]))
@@ -782,8 +769,12 @@ def test_a_layer_sends_holds_and_keeps_what_the_formulas_say(sp):
     t = 8
     s = t
     h = 256
+    heads = 8
     with fake_world(t, 3):
-        layer = tp.ParallelTransformerLayer(h, h, h, sequence_parallel=sp)
+        layer = tp.Block(h, heads)
+        plan = {name.removeprefix("*."): kind for name, kind in PLAN.items()}
+        plan = {name: plan[name] for name in plan if name[0] in "qpln"}
+        tp.parallelize(layer, plan, sequence_parallel=sp)
         x = torch.randn(s // t if sp else s, 1, h, requires_grad=True)
         with tp.SentBytes() as sent:
             y, keeps = kept(layer, x, but=layer.parameters())
@@ -795,13 +786,13 @@ def test_a_layer_sends_holds_and_keeps_what_the_formulas_say(sp):
     expected = itemsize * elements * (t - 1) / t
     assert sent.total == pytest.approx(expected)
     holds = sum(p.numel() for p in layer.parameters())
-    assert holds == (6 * h * h + 4 * h) // t + 6 * h
+    assert holds == (12 * h * h + 7 * h) // t + 6 * h
     # Between pairs, the inputs of norms and column layers, and means and deviations. Inside a
-    # pair six of h, and one number for each row and head.
+    # pair twelve of h, and one number for each row and head.
     between = 4 + 4 / h
     if sp:
         between /= t
-    inside = 7 / t
+    inside = (12 + heads / h) / t
     assert keeps / (s * h) == pytest.approx(between + inside, rel=1e-12)
 
 
@@ -811,7 +802,7 @@ def test_a_column_layer_computes_while_it_communicates(monkeypatch):
     work_class = getattr(torch._C._distributed_c10d, "FakeWork", dist.Work)  # newer torch
     monkeypatch.setattr(work_class, "wait", lambda work: issued.seen.append(("wait", None)))
     with fake_world(8, 3):
-        layer = tp.ColumnParallelLinear(16, 16, sequence_parallel=True)
+        layer = tp.ColumnParallelLinear.from_full(nn.Linear(16, 16), sequence_parallel=True)
         y = layer(torch.randn(8, 2, 16, requires_grad=True))
         with issued:
             y.sum().backward()
