@@ -34,6 +34,14 @@ all ranks. So it copies key heads until there are K' = lcm(K, N), and adds query
 until there are H', the next multiple of K'. The first call with given shapes, dtypes and options
 also sends a few hundred bytes, to check that the ranks agree.
 
+Each rank sums the loss of its part, and divides by the labels of the whole sequence. A mean over a
+part would weigh tokens differently if ranks have unequal numbers of unmasked labels:
+
+    logits = model(split_sequence(tokens))      # (batch, S/N, words), with ring_attention inside
+    own = split_sequence(labels)                # shifted before, and -100 where they do not count
+    total = F.cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="sum")
+    loss = total / (labels != -100).sum()       # the ranks' losses add up, as their gradients do
+
 Read section 1 for the idea (13 minutes), to section 4 for the technique (34), and the rest to use
 it as a library (40).
 
@@ -41,8 +49,8 @@ Run:      torchrun --nproc-per-node 2 context_parallel.py
 Papers:   Liu et al. 2023, Ring Attention, arXiv 2310.01889; Llama 3, 2407.21783, §3.3.2 (zigzag);
           Jacobs et al. 2023, DeepSpeed-Ulysses, 2309.14509
 Mirrors:  torch.distributed.tensor.experimental.context_parallel; DeepSpeed's DistributedAttention
-Left out: dropout; masks other than the causal one; several documents in one sequence; gradients of
-          gradients; float64 on a GPU, which has no such kernel: blocks are computed on the CPU; on
+Left out: dropout; masks other than the causal one and documents; gradients of gradients;
+          float64 on a GPU, which has no such kernel: blocks are computed on the CPU; on
           a GPU, head sizes that are no multiple of 8
 """
 
@@ -58,6 +66,7 @@ import weakref
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from unittest import mock
 
@@ -76,8 +85,8 @@ from torch.utils.flop_counter import FlopCounterMode
 aten = torch.ops.aten
 
 # --------------------------------------------------------------------------------------------------
-# 1. The idea: pass the keys around a ring, or swap a part of the sequence for a part of the heads.
-# Rank r holds the r-th of N parts. q is (B, H, S/N, D), and k and v are (B, K, S/N, D).
+# 1. The idea: pass the keys around a ring. Rank r holds the r-th of N parts of the sequence. q is
+#    (B, H, S/N, D), and k and v are (B, K, S/N, D).
 
 
 def rank_and_size(process_group):
@@ -89,11 +98,19 @@ def rank_and_size(process_group):
     return rank, dist.get_world_size(process_group)
 
 
+def device_to_send_from(device, process_group):
+    """Gloo sends from the host's memory, NCCL from the GPU's."""
+    is_gloo = f"{device.type}:gloo" in dist.get_backend_config(process_group)
+    return torch.device("cpu") if is_gloo else device
+
+
 class Exchange:
     """Sends a block to the rank `step` further on the ring, and receives one from behind."""
 
     def __init__(self, block, process_group, step=1):
         rank, world_size = rank_and_size(process_group)
+        self.device = block.device
+        block = block.to(device_to_send_from(block.device, process_group))
         self.block = block.contiguous()  # must not change, or be freed, before wait()
         self.received = torch.empty_like(self.block)
         message = partial(dist.P2POp, group=process_group)
@@ -104,7 +121,7 @@ class Exchange:
     def wait(self):
         for work in self.works:
             work.wait()
-        return self.received
+        return self.received.to(self.device)
 
 
 class Shift(torch.autograd.Function):
@@ -143,49 +160,8 @@ def naive_ring_attention(q, k, v, causal=False, process_group=None):
 
 def share_heads(kv, q):
     """Return k and v with the heads of q: consecutive heads of queries share one of keys."""
-    return kv.repeat_interleave(q.shape[1] // kv.shape[2], dim=2)
-
-
-class AllToAll(torch.autograd.Function):
-    """Rank i's x[j] becomes rank j's output[i]. The gradient of output[i] goes back to rank i."""
-
-    @staticmethod
-    def forward(ctx, x, process_group):
-        ctx.process_group = process_group
-        x = x.contiguous()
-        output = torch.empty_like(x)
-        dist.all_to_all_single(output, x, group=process_group)
-        return output
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return AllToAll.apply(grad_output, ctx.process_group), None
-
-
-def swap(parts, process_group):
-    """Send parts[i] to rank i. Return what the ranks sent here."""
-    return AllToAll.apply(torch.stack(parts), process_group).unbind()
-
-
-def local_attention(q, k, v, causal, scale=None):
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
-
-
-def naive_ulysses_attention(
-    q, k, v, causal=False, process_group=None, zigzag=False, attention=local_attention
-):
-    """Attend over the whole sequence with 1/N of the heads. N must divide H and K.
-
-    Section 2 has to_sequence(), which joins the parts of a sequence, and to_parts().
-    """
-    _, N = rank_and_size(process_group)
-    whole = []
-    for x in (q, k, v):
-        parts = swap(x.chunk(N, 1), process_group)
-        whole.append(to_sequence(parts, 2, zigzag))
-    output = attention(*whole, causal=causal)
-    parts = to_parts(output, 2, N, zigzag)
-    return torch.cat(swap(parts, process_group), 1)
+    copies = q.shape[1] // kv.shape[2]
+    return kv if copies == 1 else kv.repeat_interleave(copies, dim=2)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -214,7 +190,7 @@ def split_sequence(x, dim=1, process_group=None, zigzag=True):
     Shift the labels before the split: the next token may be on another rank.
     """
     rank, world_size = rank_and_size(process_group)
-    verify_length(x.shape[dim], world_size, zigzag)
+    check_length(x.shape[dim], world_size, zigzag)
     parts = to_parts(x, dim, world_size, zigzag)
     return parts[rank].clone()  # a view would keep the whole sequence in memory
 
@@ -236,6 +212,7 @@ def ring_attention(
     scale=None,
     process_group=None,
     zigzag=True,
+    documents=None,
 ):
     """Return the attention of this rank's queries to the keys of all ranks, in the shape of q.
 
@@ -243,11 +220,18 @@ def ring_attention(
     those that split_sequence gives this rank with the same `zigzag`. Otherwise the causal mask
     hides the wrong keys, without an error.
 
-    All ranks must call this, and then backward. See verify_agreement().
+    documents: integers (B, S), the same on all ranks, if documents are packed into the sequences. A
+    document ends where the number changes, and is computed as if it were alone. Zigzag does not
+    balance the work of many documents.
+
+    All ranks must call this, and then backward. See check_call().
     """
-    verify_attention("ring_attention", q, k, v, causal, scale, process_group, zigzag)
-    kv = torch.stack([k, v])
-    return RingAttention.apply(q, kv, scale, (causal, process_group, zigzag))
+    options = (causal, scale, process_group, zigzag, documents)
+    check_attention("ring_attention", q, k, v, *options)
+    if documents is not None:
+        documents = lengths_of(documents)
+    options = (process_group, causal, zigzag, documents)
+    return RingAttention.apply(q, torch.stack([k, v]), scale, options)
 
 
 class RingAttention(torch.autograd.Function):
@@ -268,11 +252,11 @@ class RingAttention(torch.autograd.Function):
         dtype = torch.promote_types(q.dtype, torch.float32)
         output = torch.zeros_like(q, dtype=dtype)
         lse = torch.full_like(output[..., 0], -math.inf)
-        for block, first, is_diagonal in blocks(kv, *options):
-            if block.numel():
-                k, v = share_heads(block, q)
-                result, *ctx.state = attend(q[:, :, first:], k, v, is_diagonal, scale)
-                merge(output[:, :, first:], lse[:, :, first:], *result)
+        for block, tiles in blocks(kv, *options):
+            for sequences, rows, cols, is_diagonal in tiles:
+                k, v = share_heads(block[:, sequences, :, cols], q)
+                result, *ctx.state = attend(q[sequences, :, rows], k, v, is_diagonal, scale)
+                merge(output[sequences, :, rows], lse[sequences, :, rows], *result)
         output = output.to(q.dtype)
         ctx.save_for_backward(q, kv, output, lse)
         ctx.options = (scale, options)
@@ -282,56 +266,89 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx, grad_output):
         if torch.is_grad_enabled():  # under create_graph=True
             raise RuntimeError(
-                "gradients of gradients are left out; use ulysses_attention within "
-                "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
+                "gradients of gradients are left out; use ulysses_attention with SDPBackend.MATH"
             )
         q, kv, output, lse = ctx.saved_tensors
         scale, options = ctx.options
         grad_q = torch.zeros_like(q, dtype=lse.dtype)
         own_grad = None
         exchange = None
-        for block, first, is_diagonal in blocks(kv, *options):
+        for block, tiles in blocks(kv, *options):
             grad = torch.zeros_like(kv, dtype=lse.dtype)
-            if block.numel():
-                rows = [x[:, :, first:] for x in (grad_output, q, output, lse)]
-                k, v = share_heads(block, q)
-                gradients = attend_backward(*rows, k, v, ctx.state, is_diagonal, scale)
-                grad_q[:, :, first:] += gradients[0]
+            for sequences, rows, cols, is_diagonal in tiles:
+                of_rows = [x[sequences, :, rows] for x in (grad_output, q, output, lse)]
+                k, v = share_heads(block[:, sequences, :, cols], q)
+                gradients = attend_backward(*of_rows, k, v, ctx.state, is_diagonal, scale)
+                grad_q[sequences, :, rows] += gradients[0]
                 of_heads = torch.stack(gradients[1:]).unflatten(2, (kv.shape[2], -1))
-                grad[:, :, :, : k.shape[2]] = of_heads.sum(3, dtype=lse.dtype)
+                grad[:, sequences, :, cols] = of_heads.sum(3, dtype=lse.dtype)
             if own_grad is None:
                 own_grad = grad
                 continue
             if exchange:
                 grad += exchange.wait()
-            exchange = Exchange(grad, options[1])
+            exchange = Exchange(grad, options[0])
         if exchange:
             own_grad += exchange.wait()
         return grad_q, own_grad, None, None  # autograd rounds to the inputs' dtypes
 
 
-def blocks(kv, causal, process_group, zigzag):
-    """Yield the visible keys of all ranks: this rank's own, the previous rank's, and so on.
-
-    The queries from `first` on see them all. But in a diagonal block, query i sees the keys 0 to i,
-    also with zigzag: a rank's two chunks are in the order of the whole sequence.
-    """
+def blocks(kv, process_group, *options):
+    """Yield the keys and values of this rank, of the previous one, and so on, each with tiles()."""
     rank, world_size = rank_and_size(process_group)
-    num_tokens = kv.shape[3]
     for step in range(world_size):
         owner = (rank - step) % world_size
-        first = 0
-        end = num_tokens
-        if causal and owner < rank and zigzag:
-            end = num_tokens // 2  # all queries see the owner's first chunk, none sees the second
-        if causal and owner > rank:
-            first = num_tokens // 2  # the first chunk of queries sees no key, the second sees all
-            end = num_tokens if zigzag else 0
         if step < world_size - 1:  # while the caller computes with a block, the next one arrives
             exchange = Exchange(kv, process_group)
-        yield kv[:, :, :, :end], first, causal and owner == rank
+        yield kv, tiles(kv, owner, rank, world_size, *options)
         if step < world_size - 1:
             kv = exchange.wait()
+
+
+def tiles(
+    kv,
+    owner,
+    rank,
+    world_size,
+    causal,
+    zigzag,
+    documents,
+):
+    """Yield (sequences, queries, keys, is_diagonal) of each document that both ranks have.
+
+    These queries see all of these keys. But in a diagonal tile, query i sees the keys 0 to i, also
+    with zigzag: a rank's two chunks are in the order of the whole sequence.
+    """
+    num_tokens = kv.shape[3] if kv.numel() else 0
+    size = num_tokens // 2 if zigzag else num_tokens  # of a chunk
+    first = 0
+    end = num_tokens
+    if causal and owner < rank:
+        end = size  # all queries see the owner's first chunk, none sees the second
+    if causal and owner > rank:
+        first = size  # the first chunk of queries sees no key, the second sees all
+
+    def before(position, rank):
+        """How many tokens of the rank are before this position of the whole sequence."""
+        chunks = [rank, 2 * world_size - 1 - rank] if zigzag else [rank]
+        return sum(min(max(0, position - chunk * size), size) for chunk in chunks)
+
+    one_document = [(slice(None), [num_tokens * world_size])]
+    for sequences, lengths in documents or one_document:
+        for start, stop in pairwise([0, *accumulate(lengths)]):
+            rows = slice(max(first, before(start, rank)), before(stop, rank))
+            cols = slice(before(start, owner), min(end, before(stop, owner)))
+            if rows.start < rows.stop and cols.start < cols.stop:
+                yield sequences, rows, cols, owner == rank and causal
+
+
+def lengths_of(documents):
+    """Return [(a sequence, its documents' lengths)]. A document ends where the number changes."""
+    found = []
+    for number, ids in enumerate(documents):
+        _, lengths = ids.unique_consecutive(return_counts=True)
+        found.append((slice(number, number + 1), lengths.tolist()))
+    return found
 
 
 def merge(output, lse, other_output, other_lse):
@@ -390,7 +407,46 @@ def attend_backward(grad_output, q, output, lse, k, v, state, is_causal, scale):
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. Ulysses with zigzag, and with any numbers of heads.
+# 4. Ulysses: swap a part of the sequence for a part of the heads, and back.
+
+
+class AllToAll(torch.autograd.Function):
+    """Rank i's x[j] becomes rank j's output[i]. The gradient of output[i] goes back to rank i."""
+
+    @staticmethod
+    def forward(ctx, x, process_group):
+        ctx.process_group = process_group
+        x = x.contiguous()
+        output = torch.empty_like(x)
+        dist.all_to_all_single(output, x, group=process_group)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return AllToAll.apply(grad_output, ctx.process_group), None
+
+
+def swap(parts, process_group):
+    """Send parts[i] to rank i. Return what the ranks sent here."""
+    return AllToAll.apply(torch.stack(parts), process_group).unbind()
+
+
+def local_attention(q, k, v, causal, scale=None):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
+
+
+def naive_ulysses_attention(
+    q, k, v, causal=False, process_group=None, zigzag=False, attention=local_attention
+):
+    """Attend over the whole sequence with 1/N of the heads. N must divide H and K."""
+    _, N = rank_and_size(process_group)
+    whole = []
+    for x in (q, k, v):
+        parts = swap(x.chunk(N, 1), process_group)
+        whole.append(to_sequence(parts, 2, zigzag))
+    output = attention(*whole, causal=causal)
+    parts = to_parts(output, 2, N, zigzag)
+    return torch.cat(swap(parts, process_group), 1)
 
 
 def ulysses_attention(
@@ -402,12 +458,14 @@ def ulysses_attention(
     process_group=None,
     zigzag=True,
     attention=local_attention,
+    documents=None,
 ):
     """Return what ring_attention returns. `attention(q, k, v, causal=, scale=)` computes it.
 
     `attention` gets whole sequences, and 1/N of the heads. The default is PyTorch's function.
     """
-    verify_attention("ulysses_attention", q, k, v, causal, scale, process_group, zigzag)
+    options = (causal, scale, process_group, zigzag, documents)
+    check_attention("ulysses_attention", q, k, v, *options)
     N = dist.get_world_size(process_group)
     K = k.shape[1]
     G = q.shape[1] // K  # heads of queries that share a head of keys
@@ -421,8 +479,22 @@ def ulysses_attention(
     k = k.repeat_interleave(copies, dim=1)
     v = v.repeat_interleave(copies, dim=1)
     attention = partial(attention, scale=scale)
+    if documents is not None:
+        attention = partial(each_document, attention, lengths_of(documents))
     output = naive_ulysses_attention(q, k, v, causal, process_group, zigzag, attention)
     return output.unflatten(1, (K, -1))[:, :, :G].flatten(1, 2)
+
+
+def each_document(attention, documents, *qkv, causal):
+    """Call attention(q, k, v, causal=) for each document alone. Return the outputs as one tensor.
+
+    split(), because in backward each slice would write zeros for the whole sequence.
+    """
+    outputs = []
+    for (_, lengths), *sequence in zip(documents, *(x.split(1) for x in qkv), strict=True):
+        parts = zip(*(x.split(lengths, 2) for x in sequence), strict=True)
+        outputs += [torch.cat([attention(*part, causal=causal) for part in parts], 2)]
+    return torch.cat(outputs)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -431,9 +503,9 @@ def ulysses_attention(
 
 def join_sequence(x, dim=1, process_group=None, zigzag=True):
     """Return the whole sequence on every rank. Its gradient is the sum of the ranks' gradients."""
-    call = f"join_sequence({describe(x)}, dim={dim}, zigzag={zigzag})"
-    N = verify_agreement(call, process_group)
-    verify_length(N * x.shape[dim], N, zigzag)
+    _, N = rank_and_size(process_group)
+    check_call(f"join_sequence({describe(x)}, dim={dim}, zigzag={zigzag})", process_group)
+    check_length(N * x.shape[dim], N, zigzag)
     copies = x.expand(N, *x.shape)  # one for each rank; backward adds up their gradients
     parts = AllToAll.apply(copies, process_group)
     return to_sequence(parts.unbind(), dim, zigzag)
@@ -449,30 +521,55 @@ def describe(x):
 agreed = weakref.WeakKeyDictionary()  # process group: the calls that all its ranks have made
 
 
-def verify_agreement(call, process_group):
-    """Return the number of ranks. Raise a ValueError on all unless all make the same call.
+def check_call(call, process_group):
+    """Raise ValueError on all ranks unless all make the same call. Each call is checked once.
 
-    Otherwise gloo would abort, or return garbage. The check communicates, so a call is checked
-    once. It does not find that some ranks repeat an earlier call while others make a new one. These
+    So it does not find that some ranks repeat an earlier call while others make a new one. These
     wait until the timeout of the process group, or exchange the wrong tensors.
     """
-    _, N = rank_and_size(process_group)
     known = agreed.setdefault(process_group or dist.group.WORLD, set())
     if call not in known:
-        calls = [None] * N
-        dist.all_gather_object(calls, call, group=process_group)
-        if len(set(calls)) > 1:
-            ranks = "; ".join(f"rank {rank} makes {theirs}" for rank, theirs in enumerate(calls))
-            raise ValueError(f"all ranks must make the same call, but {ranks}")
+        check_same_on_all_ranks("call", [call], process_group)
         known.add(call)
-    return N
 
 
-def verify_attention(function, q, k, v, causal, scale, process_group, zigzag):
+def check_same_on_all_ranks(what, facts, process_group=None):
+    """Raise ValueError on all ranks of the group unless they give the same `facts`, in order.
+
+    Collectives of different sizes or dtypes abort the process or return garbage, so the ranks
+    compare what they are about to communicate. What only one rank finds wrong is a fact, too.
+    """
+    if dist.get_rank(process_group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in process_group")
+    mine = [f"{number}: {fact}" for number, fact in enumerate(facts)]
+    everyone = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(everyone, mine, group=process_group)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            here = sorted(set(theirs).difference(everyone[0]))
+            there = sorted(set(everyone[0]).difference(theirs))
+            raise ValueError(
+                f"all ranks must have the same {what}: rank {rank} has {here}, rank 0 {there}"
+            )
+
+
+def check_attention(
+    function,
+    q,
+    k,
+    v,
+    causal,
+    scale,
+    process_group,
+    zigzag,
+    documents,
+):
     """Raise ValueError on all ranks if the inputs do not fit, or differ between ranks."""
-    inputs = f"q {describe(q)}, k {describe(k)}, v {describe(v)}"
+    _, N = rank_and_size(process_group)
+    ids = describe(documents) if torch.is_tensor(documents) else documents
+    inputs = f"q {describe(q)}, k {describe(k)}, v {describe(v)}, documents {ids}"
     call = f"{function}({inputs}, causal={causal}, scale={scale}, zigzag={zigzag})"
-    N = verify_agreement(call, process_group)
+    check_call(call, process_group)
     fits = (
         q.dim() == 4
         and k.shape == v.shape == (q.shape[0], k.shape[1], *q.shape[2:])
@@ -480,16 +577,20 @@ def verify_attention(function, q, k, v, causal, scale, process_group, zigzag):
         and q.dtype == k.dtype == v.dtype
         and q.is_floating_point()
         and isinstance(causal, bool)  # PyTorch's function takes a mask in its place
+        and (documents is None or documents.shape == (q.shape[0], N * q.shape[2]))
     )
     if not fits:
         raise ValueError(
             "q must be (B, H, S/N, D), k and v (B, K, S/N, D), H a multiple of K, all of the same "
-            f"floating-point dtype, and causal True or False, but this is {call}"
+            "floating-point dtype, causal True or False, and documents (B, S), of the whole "
+            f"sequence, but this is {call}"
         )
-    verify_length(N * q.shape[2], N, zigzag)
+    check_length(N * q.shape[2], N, zigzag)
+    if getattr(scale, "requires_grad", False):
+        raise ValueError("scale gets no gradient; multiply q by it, and give scale=1.0")
 
 
-def verify_length(length, world_size, zigzag):
+def check_length(length, world_size, zigzag):
     num_chunks = 2 * world_size if zigzag else world_size
     if length % num_chunks:
         raise ValueError(

@@ -301,8 +301,8 @@ def each_document(
         return attend(q, k, v, scale=scale)
     if not documents.shape == q.shape[::2] == k.shape[::2]:  # (B, S)
         raise ValueError(
-            f"documents {tuple(documents.shape)} must be (B, S), and q {tuple(q.shape)} and "
-            f"k {tuple(k.shape)} must have S tokens"
+            f"documents {tuple(documents.shape)}: must be integers (B, S), one for each token of "
+            f"q {tuple(q.shape)} and of k {tuple(k.shape)}"
         )
     outputs = []
     # split(), because in backward each slice would write zeros for the whole sequence.

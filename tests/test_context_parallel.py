@@ -7,9 +7,16 @@ import pool
 import pytest
 import torch
 import torch.distributed as dist
-from claims.attention import bytes_kept, dense_attention, make_inputs, output_and_gradients
-from claims.context_parallel import mine, whole_inputs
+from claims.attention import (
+    bytes_kept,
+    dense_attention,
+    each_alone,
+    make_inputs,
+    output_and_gradients,
+)
+from claims.context_parallel import mine, operations_of_the_kernel, whole_inputs
 from shared import Watch, assert_equal, randn
+from torch.utils.flop_counter import FlopCounterMode
 
 import context_parallel as cp
 from context_parallel import ring_attention, ulysses_attention
@@ -41,6 +48,48 @@ def test_the_idea_is_attention_over_the_whole_sequence(idea, causal):
     assert_all_equal(found, map(mine, expected))
 
 
+@pytest.mark.cpu
+@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize("attention", BOTH)
+@pool.on(3)
+def test_any_documents_are_computed_as_alone(attention, zigzag):
+    how = {"process_group": pool.group(), "zigzag": zigzag}
+    whole = whole_inputs(4, heads=6, shared=2)
+    for seed in range(12):
+        generator = torch.Generator().manual_seed(seed)
+        causal = seed % 2 == 0
+        ids = torch.randint(3, (2, 12), generator=generator).sort(dim=1).values
+        if seed > 5:
+            ids = torch.randint(2, (2, 12), generator=generator)
+        attend = partial(attention, documents=ids, causal=causal, **how)
+        found = output_and_gradients(attend, *(mine(x, zigzag) for x in whole))
+        expected = each_alone(ids, *whole, causal=causal)
+        assert_all_equal(found, [mine(x, zigzag) for x in expected])
+
+
+def operations_of(call):
+    """Of attention's forward on all ranks."""
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    with FlopCounterMode(
+        display=False, custom_mapping={forward: operations_of_the_kernel}
+    ) as flops:
+        call()
+    operations = torch.tensor(flops.get_total_flops())
+    dist.all_reduce(operations, group=pool.group())
+    return operations.item()
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("attention", BOTH)
+@pool.on(3)
+def test_a_document_costs_its_own_square(attention):
+    ids = torch.tensor([[1] * 9 + [0] * 8 + [1], [0] * 18])
+    q, k, v = own_inputs()
+    call = partial(attention, q, k, v, process_group=pool.group(), documents=ids)
+    pairs = 9**2 + 8**2 + 1 + 18**2
+    assert operations_of(call) == 4 * q.shape[1] * q.shape[3] * pairs
+
+
 @pytest.mark.parametrize("attention", BOTH)
 @pool.on(3)
 def test_two_of_three_ranks_may_be_a_group(attention):
@@ -55,6 +104,42 @@ def test_two_of_three_ranks_may_be_a_group(attention):
     found = output_and_gradients(attend, *map(part, whole))
     expected = output_and_gradients(dense_attention, *whole, causal=True)
     assert_all_equal(found, map(part, expected))
+
+
+@pool.on(2)
+def test_gloo_sends_a_gpus_block_from_the_host():
+    """Over gloo, send and recv of a GPU's memory are a bad address."""
+    gpu = torch.device("cuda")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:gloo")
+        assert cp.device_to_send_from(gpu, pool.group()) == torch.device("cpu")
+        patch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+        assert cp.device_to_send_from(gpu, pool.group()) == gpu
+
+
+@pytest.mark.cpu
+@pool.on(2)
+def test_a_block_goes_to_the_host_and_comes_back():
+    """With two dtypes in place of two devices."""
+    block = torch.full((3,), pool.rank(), dtype=torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cp, "device_to_send_from", lambda *_: torch.float32)
+        exchange = cp.Exchange(block, pool.group())
+    assert exchange.received.dtype == torch.float32
+    exchange.device = torch.float64
+    assert torch.equal(exchange.wait(), 1 - block)
+
+
+@pool.on(2)
+def test_a_scale_that_trains_is_an_error():
+    """Its gradient would be missing. One without gradient is a number."""
+    inputs = own_inputs()
+    scale = torch.tensor(0.7, dtype=torch.float64)
+    for attention in BOTH:
+        found = attention(*inputs, scale=scale, process_group=pool.group())
+        assert_equal(found, attention(*inputs, scale=0.7, process_group=pool.group()), exact=True)
+        with pytest.raises(ValueError, match="scale gets no gradient"):
+            attention(*inputs, scale=scale.clone().requires_grad_(), process_group=pool.group())
 
 
 @pytest.mark.parametrize("zigzag", [False, True])
@@ -178,7 +263,7 @@ def test_a_difference_between_ranks_is_an_error_on_all():
         ring_attention(*inputs, process_group=group, zigzag=is_second)
     with refused(match="with gradient"), torch.set_grad_enabled(is_second):
         ring_attention(*inputs, process_group=group)
-    with refused(match="rank 1 makes join_sequence"):
+    with refused(match="rank 1 has .*join_sequence"):
         cp.join_sequence(torch.ones(1 + is_second), 0, group)
     ring_attention(*inputs, process_group=group)  # the group works on
 

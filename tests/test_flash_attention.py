@@ -15,7 +15,13 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from claims import attention
-from claims.attention import bytes_kept, dense_attention, output_and_gradients
+from claims.attention import (
+    bytes_kept,
+    dense_attention,
+    each_alone,
+    make_documents,
+    output_and_gradients,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -128,8 +134,45 @@ def test_operations_are_those_of_the_keys_that_a_block_sees():
     assert flops.get_total_flops() == 2 * 2 * pairs * 14 * 8
 
 
+number = st.integers(0, 2)
+
+
 @on_cpu
-def test_dropout_differs_from_block_to_block_and_from_call_to_call():
+@given(
+    ids=st.lists(st.tuples(number, number), min_size=1, max_size=20),
+    shared=st.integers(1, 2),
+    causal=st.booleans(),
+)
+def test_any_documents_are_computed_as_alone(ids, shared, causal):
+    documents = torch.tensor(ids).mT  # two sequences
+    inputs = make_inputs(len(ids), len(ids), 2, 2, shared, 4, 3)
+    expected = each_alone(documents, *inputs, causal=causal)
+    for attend in (in_blocks_of_7, flash.naive_attention):
+        found = output_and_gradients(attend, *inputs, causal=causal, documents=documents)
+        assert_all_close(found, expected)
+
+
+@on_cpu
+def test_a_document_costs_its_own_square():
+    inputs = make_inputs(21, 21)
+    ids = torch.tensor([[1] * 9 + [0] * 5 + [1] * 7, [0] * 20 + [3]])
+    with FlopCounterMode(display=False) as flops:
+        output_and_gradients(flash.flash_attention, *inputs, documents=ids)
+    pairs = 9**2 + 5**2 + 7**2 + 20**2 + 1
+    assert flops.get_total_flops() == pairs * 2 * 14 * 8
+
+
+@on_cpu
+def test_dropout_differs_between_documents():
+    q, k, *_ = make_inputs(32, 32, 1, 1, 1, 32)
+    v = torch.eye(32, dtype=q.dtype).expand_as(q)  # so the output is the weights that are left
+    ids = torch.arange(32)[None] // 16
+    output = flash.flash_attention(q, k, v, dropout_p=0.3, documents=ids)[0, 0]
+    assert not torch.equal(output[:16, :16] != 0, output[16:, 16:] != 0)
+
+
+@on_cpu
+def test_dropout_differs_from_from_block_to_block_and_from_call_to_call():
     q, k, *_ = make_inputs(64, 64, 1, 1, 1, 64)
     v = torch.eye(64, dtype=q.dtype).expand_as(q)  # so the output is the weights that are left
     masks = set()
@@ -265,6 +308,22 @@ def test_kernels_with_any_sizes_and_scales(name, on_kernels):
     on_kernels(body_any_sizes, *SIZES[name], dtype)
 
 
+def body_documents(causal):
+    ids = make_documents(70)
+    inputs = make_inputs(70, 70, 2, 4, 2, dtype=torch.float32)
+    wide = [x.double() for x in inputs]
+    ours = partial(flash.flash_attention, kernel="triton", documents=ids)
+    found = output_and_gradients(ours, *inputs, causal=causal)
+    expected = each_alone(ids, *wide, causal=causal)
+    assert_all_close(found, expected, 1e-5)
+
+
+@needs_triton
+@pytest.mark.parametrize("causal", [False, True])
+def test_kernels_compute_documents_as_alone(causal, on_kernels):
+    on_kernels(body_documents, causal)
+
+
 def source_of(kernel, block, step):
     """The kernel for causal attention in bf16, with heads of size 128."""
     from triton.compiler import ASTSource
@@ -334,6 +393,7 @@ REFUSED = {
     r"q \(1, 2, 7, 4\)": {"q": X[:1]},
     "causal must be True or False": {"causal": None},  # PyTorch's fourth argument is a mask
     "block_size=-1": {"block_size": -1},
+    "one for each token": {"documents": torch.ones(2, 6, dtype=torch.long)},
     "gets no gradient": {"dropout_p": torch.tensor(0.5, requires_grad=True)},
     "no dropout": {"dropout_p": 0.5, "kernel": "triton"},
     "head size": {"v": torch.ones(2, 2, 7, 8), "kernel": "triton"},

@@ -3,11 +3,14 @@
 Or with is_causal=True, if it has that name. q is (batch, heads, queries, head size). k and v are
 (batch, heads or fewer, keys, head size). The output has the shape of q. The head size is 64 and
 the numbers of queries and keys are multiples of 64, but for the claim about any length. The claims
-about them also pass scale= and dropout_p=. If k has fewer heads than q, enable_gqa=True is passed
-if the function has such a name. A function that computes in float32 is right to 1e-5.
+about them also pass scale=, dropout_p= and documents=, integers (batch, tokens): a document ends
+where the number changes, and its tokens see no other document. If k has fewer heads than q,
+enable_gqa=True is passed if the function has such a name. A function that computes in float32 is
+right to 1e-5.
 """
 
 from functools import partial
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +18,7 @@ from shared import randn
 from torch.autograd.graph import saved_tensors_hooks
 
 from claims.registry import (
+    NotOffered,
     add_kind,
     call,
     check,
@@ -30,6 +34,8 @@ from claims.registry import (
 def attend(implementation, q, k, v, causal=False, **options):
     fewer_heads = q.shape[1] != k.shape[1]
     if implementation is F.scaled_dot_product_attention:  # a builtin, which has no signature
+        if "documents" in options:
+            raise NotOffered("no argument documents")
         return implementation(q, k, v, is_causal=causal, enable_gqa=fewer_heads, **options)
     if causal:
         name = "causal" if "causal" in names_of(implementation) else "is_causal"
@@ -197,3 +203,66 @@ def no_matrix_is_kept(make):
     kept = bytes_kept(make, *inputs, causal=True) // precision().itemsize
     scores = 1280 * 1280  # of one head
     check(0 < kept < scores, f"{kept} elements are kept, and a head has {scores} scores")
+
+
+def make_documents(S):
+    """Return ids for two sequences with other borders: 1 0 1 are three documents, -1 is padding."""
+    third = S // 3
+    first = [1] * third + [0] + [1] * (third - 2) + [-1] * (S - 2 * third + 1)
+    second = [5] + [3] * (S // 2) + [0] + [2] * (S - S // 2 - 2)
+    return torch.tensor([first, second])
+
+
+def parts_of(ids):
+    """Return the index of each document in a tensor (batch, heads, tokens, head size)."""
+    parts = []
+    for b, row in enumerate(ids.tolist()):
+        stop = 0
+        for _, group in groupby(row):
+            start = stop
+            stop += len(list(group))
+            parts.append((slice(b, b + 1), slice(None), slice(start, stop)))
+    return parts
+
+
+def each_alone(ids, q, k, v, grad, **options):
+    """Output and gradients, if dense attention gets each document as a sequence of its own."""
+    results = [torch.zeros_like(x) for x in (grad, q, k, v)]
+    for part in parts_of(ids):
+        inputs = [x[part] for x in (q, k, v, grad)]
+        found = output_and_gradients(dense_attention, *inputs, **options)
+        for result, of_document in zip(results, found, strict=True):
+            result[part] = of_document
+    return results
+
+
+@claim("attention", 1)
+def documents(make):
+    """Documents that are packed into a sequence have the output and gradients of each alone."""
+    ids = make_documents(64)
+    inputs = make_inputs(64, 64, size=64)
+    for causal in (False, True):
+        found = output_and_gradients(make, *inputs, causal=causal, documents=ids)
+        same_results(found, each_alone(ids, *inputs, causal=causal), f"with {causal=}")
+
+
+def with_nan_in(part, inputs):
+    """Copies of the inputs, with NaN in one document."""
+    copies = [x.clone() for x in inputs]
+    for x in copies:
+        x[part] = torch.nan
+    return copies
+
+
+@claim("attention", 1, about="property")
+def documents_are_independent(make):
+    """What is in one document changes no bit of another, not even NaN."""
+    ids = make_documents(64)
+    inputs = make_inputs(64, 64, size=64)
+    broken, *others = parts_of(ids)
+    attend = partial(output_and_gradients, make, causal=True, documents=ids)
+    before = attend(*inputs)
+    after = attend(*with_nan_in(broken, inputs))
+    for name, a, b in zip(RESULTS, after, before, strict=True):
+        for part in others:
+            same(a[part], b[part], f"{name} beside a document of NaN", exact=True)

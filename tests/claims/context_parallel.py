@@ -3,8 +3,9 @@
 Every rank calls it with its part of the sequence: q is (batch, heads, tokens, head size), k and v
 are (batch, heads or fewer, tokens, head size). The output has the shape of q. Rank r holds the r-th
 of N parts; with zigzag=True, it holds the chunks r and 2N-1-r of 2N. The flag may also be called
-is_causal. It gets process_group= if it has such a name. The claims about them also pass scale= and
-zigzag=. Inputs are contiguous.
+is_causal. It gets process_group= if it has such a name. The claims about them also pass scale=,
+zigzag= and documents=, integers (batch, tokens of the whole sequence), the same on all ranks. A
+document ends where the number changes, and its tokens see no other document. Inputs are contiguous.
 """
 
 from functools import partial
@@ -20,9 +21,13 @@ from claims.attention import (
     RESULTS,
     bytes_kept,
     dense_attention,
+    each_alone,
+    make_documents,
     make_inputs,
     output_and_gradients,
+    parts_of,
     same_results,
+    with_nan_in,
 )
 from claims.registry import (
     add_kind,
@@ -125,6 +130,64 @@ attention(
     about="property",
 )
 attention("scale", "A given scale replaces 1/√D.", scale=0.7)
+
+
+def documents_as_alone(make, shared=6, zigzag=False):
+    ids = make_documents(8 * pool.world_size())
+    whole = whole_inputs(8, heads=6, shared=shared)
+    own = [mine(x, zigzag) for x in whole]
+    for causal in (False, True):
+        how = {"causal": causal, "zigzag": zigzag, "documents": ids}
+        found = output_and_gradients(make, *own, **how)
+        expected = each_alone(ids, *whole, causal=causal)
+        same_results(found, [mine(x, zigzag) for x in expected], f"with {causal=}")
+
+
+def documents(name, sentence, **how):
+    say(name, sentence, (1, 2, 3, 4), BOTH, documents_as_alone, **how)
+
+
+documents(
+    "documents",
+    "Documents that are packed into a sequence have the output and gradients of each alone.",
+)
+documents("documents_zigzag", "So they have if a rank's tokens are two chunks.", zigzag=True)
+documents(
+    "documents_shared_heads",
+    "So they have if heads of queries share a head of keys.",
+    shared=2,
+    may_refuse=True,
+)
+
+
+@claim(BOTH, 2, 3, about="property")
+def documents_are_independent(make):
+    """What is in one document changes no bit of another, not even NaN."""
+    ids = make_documents(8 * pool.world_size())
+    whole = whole_inputs(8)
+    attend = partial(output_and_gradients, make, causal=True, zigzag=True, documents=ids)
+    for broken in (parts_of(ids)[0], parts_of(ids)[-1]):
+        others = torch.ones_like(whole[0], dtype=torch.bool)
+        others[broken] = False
+        before = attend(*(mine(x, True) for x in whole))
+        after = attend(*(mine(x, True) for x in with_nan_in(broken, whole)))
+        for name, a, b in zip(RESULTS, after, before, strict=True):
+            kept = mine(others, True)
+            same(a[kept], b[kept], f"{name} beside a document of NaN", exact=True)
+
+
+@claim(BOTH, 2, 3, about="property")
+def documents_disagreement(make):
+    """If one rank passes no documents, or those of a part, all raise, and the group works on."""
+    ids = make_documents(8 * pool.world_size())
+    own = [mine(x) for x in whole_inputs(8)[:3]]
+    is_last = pool.rank() == pool.world_size() - 1
+    expected = make(*own, True, documents=ids)
+    with error_from("documents on all ranks but one"):
+        make(*own, True, scale=2.0, documents=None if is_last else ids)
+    with error_from("the documents of a part"):
+        make(*own, True, documents=mine(ids, dim=1))
+    same(make(*own, True, documents=ids), expected, "output after an error", exact=True)
 
 
 @claim(BOTH, 2, 4)

@@ -3,6 +3,7 @@
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from flash_attention import Dropout, FlashAttention
 
@@ -19,6 +20,11 @@ def consecutive(x, groups):
     return x.repeat_interleave(groups, 1)
 
 
+def renumbered(documents):
+    """Where the number changes, a document ends: 1 0 1 are three."""
+    return F.pad(documents.diff(dim=1) != 0, (1, 0)).cumsum(1)
+
+
 def plain_attention(
     q,
     k,
@@ -31,12 +37,17 @@ def plain_attention(
     rescale=torch.mul,  # the running sum, when the maximum grows
     least=1.0,  # the smallest sum to divide by
     share=consecutive,  # heads of keys among heads of queries
+    documents=None,
+    number=renumbered,
 ):
     """Online softmax over blocks of 64 keys. Autograd keeps all blocks."""
     k, v = (share(x, q.shape[1] // x.shape[1]) for x in (k, v))
     scores = q @ k.mT * (q.shape[3] ** -0.5 if scale is None else scale)
     first_hidden = offset(*scores.shape[2:]) + 1
     hidden = torch.ones_like(scores, dtype=torch.bool).triu(first_hidden) & causal
+    if documents is not None:
+        ids = number(documents)
+        hidden |= (ids[:, :, None] != ids[:, None, :])[:, None]
     blocks = scores.masked_fill(hidden, -torch.inf).split(64, 3)
     m = torch.tensor(-1e300, dtype=torch.float64)  # the running maximum
     l = torch.zeros(())  # the running sum of exponentials
@@ -64,6 +75,17 @@ knows_no_maximum = partial(
 # Heads of queries take the heads of keys in turns.
 shares_heads_in_turns = partial(plain_attention, share=lambda x, groups: x.repeat(1, groups, 1, 1))
 
+# In 1 0 1, the first document sees the last.
+merges_equal_ids = partial(plain_attention, number=lambda ids: ids)
+
+
+def without_padding(documents):
+    return renumbered(documents).double().masked_fill(documents < 0, torch.nan)  # equals no id
+
+
+# The rows of padding are -inf alone, so they are 0/0.
+hides_padding = partial(plain_attention, number=without_padding, least=0.0)
+
 
 class DrawsItsMaskAnew(Dropout):
     def mask(self, weights, rows, cols):
@@ -84,6 +106,9 @@ MISTAKES = {
         "shares_heads_in_turns": "shared_heads",
         "knows_no_maximum": "large_scores",
         "draws_its_mask_anew": "dropout",
+        "merges_equal_ids": "documents",
+        "hides_padding": "documents",
+        "plain_attention": "documents_are_independent",
     },
 }
-RIGHT = {"attention": {"plain_attention": ["no_matrix_is_kept"]}}
+RIGHT = {"attention": {"plain_attention": ["no_matrix_is_kept", "documents_are_independent"]}}

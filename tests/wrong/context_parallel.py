@@ -4,6 +4,7 @@ import importlib.util
 from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import context_parallel
@@ -12,10 +13,11 @@ from context_parallel import (
     Exchange,
     RingAttention,
     attend_backward,
-    blocks,
     join_sequence,
     merge,
+    ring_attention,
     split_sequence,
+    tiles,
     ulysses_attention,
 )
 
@@ -35,9 +37,9 @@ def average(output, lse, other_output, other_lse):
     lse.copy_(torch.logaddexp(lse, other_lse))
 
 
-def blocks_as_if_of_this_rank(kv, causal, *options):
-    for block, _, _ in blocks(kv, False, *options):
-        yield block, 0, causal
+def tiles_as_if_of_this_rank(kv, owner, rank, world_size, causal, *options):
+    for sequences, rows, cols, _ in tiles(kv, owner, rank, world_size, False, *options):
+        yield sequences, rows, cols, causal
 
 
 def merge_in_16_bits(output, lse, other_output, other_lse):
@@ -83,7 +85,8 @@ def leave_it_in_rank_order(parts, dim, zigzag):
 
 def gathered_attention(q, k, v, causal=False, scale=None, process_group=None, zigzag=True):
     """Right, but each rank gathers all keys, and masks by positions."""
-    context_parallel.verify_attention("gathered", q, k, v, causal, scale, process_group, zigzag)
+    options = (causal, scale, process_group, zigzag, None)
+    context_parallel.check_attention("gathered", q, k, v, *options)
     keys, values = join_sequence(torch.stack([k, v]), 3, process_group, zigzag)
     mask = None
     if causal:
@@ -97,8 +100,29 @@ def attention_without_scale(q, k, v, causal, scale):
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
 
 
+def masks_documents(q, k, v, causal=False, process_group=None, documents=None):
+    """Where a row sees no key of a block, the CPU kernel's log-sum-exp is 0, and not -inf."""
+    N = dist.get_world_size(process_group)
+    ids = F.pad(documents.diff(dim=1) != 0, (1, 0)).cumsum(1)
+    own = split_sequence(ids, 1, process_group, False)
+    keys, values = join_sequence(torch.stack([k, v]), 3, process_group, False).unbind()
+    results = []
+    for block in zip(*(x.chunk(N, 2) for x in (keys, values, ids[:, None])), strict=True):
+        same = own[:, :, None] == block[2]
+        mask = torch.zeros_like(same, dtype=q.dtype).masked_fill(~same, -torch.inf)[:, None]
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        results.append(kernel(q, *block[:2], attn_mask=mask))
+    outputs, lses = map(torch.stack, zip(*results, strict=True))
+    return (lses.softmax(0)[..., None] * outputs).sum(0)
+
+
+def merges_equal_ids(*args, documents=None, **options):
+    """As if 1 0 1 were two documents, in the order of the ids: so 1 1 0."""
+    return ring_attention(*args, documents=documents.sort(dim=1).values, **options)
+
+
 averages_outputs = with_mistake("ring_attention", merge=average)
-mask_from_local_positions = with_mistake("ring_attention", blocks=blocks_as_if_of_this_rank)
+mask_from_local_positions = with_mistake("ring_attention", tiles=tiles_as_if_of_this_rank)
 merges_in_16_bits = with_mistake("ring_attention", merge=merge_in_16_bits)
 forgets_the_scale_in_backward = with_mistake(
     "ring_attention", RingAttention=ForgetsTheScaleInBackward
@@ -119,6 +143,8 @@ MISTAKES = {
         "forgets_the_scale_in_backward": "scale",
         "gradients_of_one_sharing_head": "shared_heads",
         "overwrites_in_flight": "as_one_device",
+        "masks_documents": "documents",
+        "merges_equal_ids": "documents",
     },
     "ulysses-attention": {
         "zigzag_not_undone": "zigzag",
