@@ -155,7 +155,8 @@ def row_linear(x_shard, weight_shard, bias=None, process_group=None):
 # 2. The layers. With sequence parallelism a column layer gathers its input and a row layer scatters
 # its output, along dimension 0. A column layer sends while it computes, and keeps no gathered x.
 
-# To compute meanwhile, start a collective. It returns a function that waits for its result.
+# These collectives only start, and return a function that waits for the result. Between the two a
+# rank computes.
 
 
 def wait_for(work, result):
@@ -226,12 +227,15 @@ def scatter_to_sequence(x, process_group=None):
 
 
 class ColumnLinear(Function):
-    """column_linear(). Backward gathers x again (Korthikanti et al., §4.2.2)."""
+    """column_linear(). With sequence parallelism x is x_part, and f gathers it.
+
+    Backward gathers it again, which saves keeping it (Korthikanti et al., §4.2.2).
+    """
 
     @staticmethod
     def forward(ctx, x, weight_shard, bias_shard, layer):
         ctx.layer = layer
-        ctx.save_for_backward(x, weight_shard)  # x is x_part with sequence parallelism
+        ctx.save_for_backward(x, weight_shard)
         gather = all_gather if layer.sequence_parallel else identity
         # Autograd is off in here, so the gathered x is freed.
         y_shard = F.linear(gather(x, layer.process_group), weight_shard, bias_shard)
@@ -259,10 +263,11 @@ class ColumnLinear(Function):
 
 
 class ParallelLayer(nn.Module):
-    """This rank's shards of a plain layer, under the plain layer's names.
+    """A plain layer whose parameters are this rank's shards, under their old names.
 
-    split_layer() in section 5 makes it from a plain layer, and sets its attributes `rank`,
-    `world_size`, `process_group`, `sequence_parallel` and `size`, of the whole dimension.
+    from_full() copies the plain layer, gives the copy this class, and cuts its parameters. It also
+    sets the attributes `rank`, `world_size`, `process_group`, `sequence_parallel` and `size`: the
+    whole dimension that is split. Section 5 has the details.
     """
 
     split_dims = {}  # parameter: the dimension that is split; every rank has the others whole
@@ -357,7 +362,7 @@ class VocabParallelCrossEntropy(Function):
     """
 
     @staticmethod
-    def forward(ctx, logits_shard, target, process_group):
+    def forward(ctx, logits_shard, target, V, process_group):
         columns = logits_shard.shape[-1]
         first = dist.get_rank(process_group) * columns
         target = target.unsqueeze(-1)
@@ -365,8 +370,7 @@ class VocabParallelCrossEntropy(Function):
         logits = logits_shard.to(torch.promote_types(logits_shard.dtype, torch.float32))
         maximum = logits.amax(-1, keepdim=True).contiguous()
         dist.all_reduce(maximum, dist.ReduceOp.MAX, process_group)
-        # A target that no rank has makes the token's loss and gradient NaN.
-        V = columns * dist.get_world_size(process_group)
+        # On a GPU check_tokens() raises nothing: a target outside makes loss and gradient NaN.
         maximum.masked_fill_(is_outside(target, V), math.nan)
         # shifted, exp and grad_logits are one tensor, changed in place.
         shifted = logits - maximum
@@ -385,7 +389,7 @@ class VocabParallelCrossEntropy(Function):
     def backward(ctx, grad):
         check_no_second_derivative()
         (grad_logits,) = ctx.saved_tensors
-        return grad_logits * grad.unsqueeze(-1), None, None
+        return grad_logits * grad.unsqueeze(-1), None, None, None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -433,29 +437,26 @@ def vocab_parallel_cross_entropy(
     label_smoothing=0.0,
     vocab_size=None,
 ):
-    """F.cross_entropy(logits, target, reduction="none") for logits that are split over the ranks.
+    """F.cross_entropy(logits, target, reduction="none") for a logits_shard of (…, V/t).
 
-    `logits_shard` is (…, V/t). `target` is (…) and the same on all ranks. The loss is (…), in
-    float32 or float64. See check_tokens().
-
+    `target` is (…) and the same on all ranks. The loss is (…), in float32 or float64.
     Columns from `vocab_size` on are padding, and do not count. By default the vocabulary is that of
     the head, if the graph of the logits leads to it, and otherwise all columns. Under no_grad()
-    there is no graph. Then give `vocab_size` if the head has padding and the model changes its
-    logits, for example by a soft cap, which makes -inf finite.
+    there is no graph. Then give `vocab_size` if the model changes the logits of a head with
+    padding. A soft cap, for example, makes their -inf finite.
     """
-    check_member(process_group)
     check_loss_arguments(logits_shard, target, label_smoothing, vocab_size, process_group)
     V = vocab_size or size_of_head(logits_shard, process_group)
     ignored = target == ignore_index
     target = target.masked_fill(ignored, 0)
     check_tokens(target, V)
     columns = logits_shard.shape[-1]
-    first = dist.get_rank(process_group) * columns
-    words = min(max(V - first, 0), columns)
-    words_shard = logits_shard[..., :words]  # without the padding
-    if words < columns:
-        logits_shard = F.pad(words_shard, (0, columns - words), value=-math.inf)
-    loss = VocabParallelCrossEntropy.apply(logits_shard, target, process_group)
+    first = columns * dist.get_rank(process_group)
+    words_shard = logits_shard[..., : max(V - first, 0)]
+    padding = columns - words_shard.shape[-1]
+    if padding:
+        logits_shard = F.pad(words_shard, (0, padding), value=-math.inf)
+    loss = VocabParallelCrossEntropy.apply(logits_shard, target, V, process_group)
     if label_smoothing:
         # (1 - ε) loss - ε mean(log softmax) is loss + ε (logits[target] - mean(logits)).
         column, is_local = locate(target.unsqueeze(-1), first, columns)
@@ -608,19 +609,26 @@ def split_layer(
     # The ranks with other parts, over which DDP, ZeRO and FSDP of this project do not average.
     layer.differ_between_ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
     layer.size = layer.weight.shape[layer.split_dims["weight"]]  # whole, without padding
-    sizes = [layer.size // stack] * stack if isinstance(stack, int) else list(stack)
-    if sum(sizes) != layer.size:
-        raise ValueError(f"matrices of {sizes} do not add up to {layer.size}")
-    if len(sizes) > 1 and (pad or not hooks.get("input_is_parallel", True)):
+    if stack != 1 and (pad or not hooks.get("input_is_parallel", True)):
         raise ValueError(f"stack={stack} excludes pad=True and input_is_parallel=False")
     if pad or parallel_class is VocabParallelEmbedding:
         layer.part_sizes = [math.ceil(layer.size / layer.world_size)]
     else:
-        for size in sizes:
-            check_divides("features", size, layer.world_size)
-        # Of this rank's part of each matrix. world_size times their sum is the size, with padding.
-        layer.part_sizes = [size // layer.world_size for size in sizes]
+        layer.part_sizes = divide(layer, stack)
     add_hooks(layer, **hooks)
+
+
+def divide(layer, stack):
+    """Return the sizes of this rank's parts, one for each matrix.
+
+    world_size times their sum is the size of the whole, with padding.
+    """
+    sizes = [layer.size // stack] * stack if isinstance(stack, int) else stack
+    if sum(sizes) != layer.size:
+        raise ValueError(f"matrices of {sizes} do not add up to {layer.size}")
+    for size in sizes:
+        check_divides("features", size, layer.world_size)
+    return [size // layer.world_size for size in sizes]
 
 
 def take_shards(module):
@@ -717,30 +725,26 @@ def hide_padding_idx(layer, inputs, x):
 def size_of_head(logits_shard, process_group):
     """Return the vocabulary's size: that of the head in the graph, or the number of columns."""
     columns = logits_shard.shape[-1]
-    _, ends = walk([logits_shard])
-    layers = [node.layer for node in ends if hasattr(node, "layer")]
-    sizes = [layer.size for layer in layers if sum(layer.part_sizes) == columns]
-    return min([columns * dist.get_world_size(process_group), *sizes])
+    size = columns * dist.get_world_size(process_group)
+    for node in nodes_inside_pair([logits_shard]):
+        layer = getattr(node, "layer", None)
+        if isinstance(layer, ParallelLayer) and sum(layer.part_sizes) == columns:
+            size = layer.size
+    return size
 
 
-def walk(tensors):
-    """Walk the graph from `tensors` back to where it leaves a pair of layers.
-
-    Return the nodes on the way, and the nodes where it ends: a column layer's, or an operator's.
-    """
+def nodes_inside_pair(tensors):
+    """Walk the graph from `tensors` back to the nearest column layers or operators."""
     waiting = [tensor.grad_fn for tensor in tensors]
     seen = {None}
-    ends = []
     while waiting:
         node = waiting.pop()
         if node in seen:
             continue
         seen.add(node)
-        if type(node).__name__ in ("ColumnLinearBackward", "ConjugateBackward"):
-            ends.append(node)
-        else:
+        if type(node).__name__ not in ("ColumnLinearBackward", "ConjugateBackward"):
             waiting += [next_node for next_node, _ in node.next_functions]
-    return seen - {None}, ends
+    return seen - {None}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -785,7 +789,6 @@ def parallel_region(process_group=None, enabled=True):
     All ranks need the same random state before it: seed them alike. The default generator draws the
     region's seed. A checkpoint restores it, and so repeats the masks.
     """
-    check_member(process_group)
     if dist.get_world_size(process_group) == 1 or not enabled:
         yield
         return
@@ -889,8 +892,7 @@ def check_input(layer, inputs):
     As a hook this also turns off the fast path of nn.TransformerEncoderLayer in evaluation, which
     would take the shards for whole weights.
     """
-    nodes, _ = walk(inputs)
-    for node in nodes:
+    for node in nodes_inside_pair(inputs):
         parameter = getattr(node, "variable", None)
         if isinstance(parameter, nn.Parameter) and not hasattr(parameter, "differ_between_ranks"):
             raise ValueError(
@@ -902,6 +904,7 @@ def check_input(layer, inputs):
 
 
 def check_loss_arguments(logits_shard, target, label_smoothing, vocab_size, process_group):
+    check_member(process_group)
     if target.shape != logits_shard.shape[:-1]:
         raise ValueError(f"{target.shape=}, {logits_shard.shape=}: each token needs one target")
     if not 0 <= label_smoothing <= 1:

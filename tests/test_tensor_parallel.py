@@ -263,10 +263,12 @@ class Grouped(nn.Module):
     """Stands for attention with grouped queries: two features of q to one of k and of v."""
 
     def forward(self, x):
-        size = x.shape[-1] // 4
-        q, k, v = x.split([2 * size, size, size], -1)
-        pairs = q.unflatten(-1, (-1, 2)) * k.sigmoid().unsqueeze(-1)
-        return pairs.flatten(-2) + v.repeat_interleave(2, -1)
+        half = x.shape[-1] // 2
+        q = x[..., :half]
+        k, v = x[..., half:].chunk(2, -1)
+        k = k.repeat_interleave(2, -1)
+        v = v.repeat_interleave(2, -1)
+        return q * k.sigmoid() + v
 
 
 class SwiGLU(nn.Module):
@@ -276,20 +278,41 @@ class SwiGLU(nn.Module):
 
 
 def model_of_stacks():
-    attention = [nn.Linear(8, 24), Grouped(), nn.Linear(12, 8)]
-    mlp = [nn.Linear(8, 24), SwiGLU(), nn.Linear(12, 8)]
-    return nn.Sequential(OwnNorm(8), *attention, *mlp)
+    return nn.Sequential(
+        OwnNorm(8),
+        nn.Linear(8, 24),
+        Grouped(),
+        nn.Linear(12, 8),
+        nn.Linear(8, 24),
+        SwiGLU(),
+        nn.Linear(12, 8),
+    )
 
 
-STACKS = {"0": "norm", "1": (12, 6, 6), "3": "row", "4": "swiglu", "6": "row"}
-NORMS = {"0": "norm", "1": "column", "3": "replicated_with_grad_allreduce", "5": "row"}
+STACKS = {
+    "0": "norm",
+    "1": (12, 6, 6),
+    "3": "row",
+    "4": "swiglu",
+    "6": "row",
+}
+NORMS = {
+    "0": "norm",
+    "1": "column",
+    "3": "replicated_with_grad_allreduce",
+    "5": "row",
+}
 CONV1D = {"0": "norm", "1": "qkv", "3": "row"}
 
 
 @SEQUENCE_PARALLEL
 @pytest.mark.parametrize(
     ("make", "plan"),
-    [(model_with_norms, NORMS), (model_of_conv1d, CONV1D), (model_of_stacks, STACKS)],
+    [
+        (model_with_norms, NORMS),
+        (model_of_conv1d, CONV1D),
+        (model_of_stacks, STACKS),
+    ],
     ids=["any norm, between pairs and inside", "stacked Conv1D", "grouped queries and SwiGLU"],
 )
 @pool.on(3)
@@ -312,7 +335,8 @@ def test_the_boxes_of_matrices_that_are_interleaved_in_memory_are_an_error():
 @pytest.mark.parametrize("kind", ["vocab", "column"])  # T5's biases have a column per head
 @pool.on(2)
 def test_an_embedding_has_the_gradients_of_one_device(kind):
-    plain = nn.Sequential(nn.Embedding(6, 4, padding_idx=4))
+    embedding = nn.Embedding(6, 4, padding_idx=4)
+    plain = nn.Sequential(embedding)
     ours = split(plain, {"0": kind})
     tokens = torch.tensor([4, 3, 0, 5, 4, 1])
     for model in (ours, plain):
@@ -361,7 +385,8 @@ def in_place(logits):
 @pytest.mark.parametrize("change", [soft_cap, clamp, in_place])
 @pool.on(2, 4)  # of 4 ranks the last has only padding
 def test_the_padding_of_a_head_does_not_count_whatever_the_model_does_to_it(change, smoothing):
-    plain = nn.Sequential(nn.Linear(6, 5)).double()
+    layer = nn.Linear(6, 5).double()
+    plain = nn.Sequential(layer)
     head = split(plain, {"0": "vocab"})
     x = 100 * randn((2, 3, 6))
     target = torch.arange(6).view(2, 3) % 5
@@ -379,21 +404,27 @@ def test_the_padding_of_a_head_does_not_count_whatever_the_model_does_to_it(chan
     bitwise(again, loss)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.bfloat16],
+    ids=str,
+)
 @pool.on(3)
 def test_label_smoothing_is_over_the_words_of_all_ranks(dtype):
     whole = randn((4, 12), dtype=dtype)
     target = torch.tensor([2, 0, 9, 5])
     shard = mine(whole, -1).requires_grad_()
-    wide = whole.to(torch.promote_types(dtype, torch.float32))[:, :10].requires_grad_()
-    expected = LOSS(wide, target, label_smoothing=0.1)
+    loss_dtype = torch.promote_types(dtype, torch.float32)
+    words = whole[:, :10].to(loss_dtype, copy=True)
+    words.requires_grad_()
+    expected = LOSS(words, target, label_smoothing=0.1)
     expected.sum().backward()
     loss = our_loss(shard, target, 2, label_smoothing=0.1, vocab_size=10)
     loss.sum().backward()
     precision = 1e-12 if dtype == torch.float64 else 2**-8
     close = partial(torch.testing.assert_close, rtol=precision, atol=precision)
     close(loss, expected)
-    gradient = F.pad(wide.grad, (0, 2)).to(dtype)
+    gradient = F.pad(words.grad, (0, 2)).to(dtype)
     close(shard.grad, mine(gradient, -1))
 
 
@@ -455,7 +486,9 @@ def test_on_a_gpu_what_is_outside_the_vocabulary_is_nan():
 @pytest.mark.parametrize("norm_type", [1, 2.0, 3, math.inf])
 @pool.on(3)
 def test_clipping_takes_every_norm_and_counts_whole_parameters_once(norm_type):
-    plain = nn.Sequential(nn.Linear(6, 9), nn.ReLU(inplace=True), nn.Linear(9, 6)).double()
+    first = nn.Linear(6, 9)
+    second = nn.Linear(9, 6)
+    plain = nn.Sequential(first, nn.ReLU(inplace=True), second).double()
     ours = split(plain, PAIR)
     x = randn((2, 4, 6))
     for model in (ours, plain):
@@ -469,15 +502,21 @@ def test_clipping_takes_every_norm_and_counts_whole_parameters_once(norm_type):
 
 @pool.on(2)
 def test_a_parameter_that_a_user_has_split_counts_as_split():
-    model = nn.ParameterList([torch.ones(3), torch.ones(3)]).double()
+    parameters = [torch.ones(3), torch.ones(3)]
+    model = nn.ParameterList(parameters).double()
     model[0].differ_between_ranks = [0, 1]
     for parameter in model:
         parameter.grad = torch.ones_like(parameter)
     norm = tp.clip_grad_norm_(model, 1e9, pool.group())
-    within(norm**2, torch.tensor(3.0 + 3.0 + 3.0).double())
+    expected = torch.tensor(9.0).double()
+    within(norm**2, expected)
 
 
-@pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.ReLU()], ids=["frozen", "no parameters"])
+@pytest.mark.parametrize(
+    "model",
+    [nn.Linear(2, 2), nn.ReLU()],
+    ids=["without gradients", "without parameters"],
+)
 @pool.on(2)
 def test_the_norm_of_no_gradients_is_zero(model):
     norm = tp.clip_grad_norm_(model, 1.0, pool.group())
@@ -487,10 +526,11 @@ def test_the_norm_of_no_gradients_is_zero(model):
 @pytest.mark.parametrize("norm_type", [2, math.inf])
 @pool.on(2)
 def test_one_ranks_nan_is_the_norm_on_all_ranks(norm_type):
-    model = split(nn.Sequential(nn.Linear(2, 2)), {"0": "column"})
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, math.nan if pool.rank() else 1.0)
-    norm = tp.clip_grad_norm_(model, 1.0, pool.group(), norm_type)
+    layer = split_layer(nn.Linear(2, 2), "column")
+    gradient = math.nan if pool.rank() else 1.0
+    for parameter in layer.parameters():
+        parameter.grad = torch.full_like(parameter, gradient)
+    norm = tp.clip_grad_norm_(layer, 1.0, pool.group(), norm_type)
     assert norm.isnan()
 
 
@@ -534,10 +574,16 @@ DROPOUTS = {"0": "column", "1": "dropout", "2": "row"}
 @SEQUENCE_PARALLEL
 @pool.on(2)
 def test_dropout_differs_between_ranks_only_where_activations_do_and_checkpoints_repeat_it(sp):
-    plain = [nn.Linear(8, 16), nn.Dropout(), nn.Linear(16, 8), nn.Dropout()]
-    plan = DROPOUTS | ({"3": "dropout"} if sp else {})
-    torch.manual_seed(0)
-    layer = split(nn.Sequential(*plain).double(), plan, sp)
+    plain = nn.Sequential(
+        nn.Linear(8, 16),
+        nn.Dropout(),
+        nn.Linear(16, 8),
+        nn.Dropout(),
+    )
+    plan = dict(DROPOUTS)
+    if sp:
+        plan["3"] = "dropout"
+    layer = split(plain.double(), plan, sp)
     masks = []
     for dropout in layer[1::2]:
         dropout.register_forward_hook(lambda *args: masks.append(args[-1] == 0))
@@ -595,7 +641,8 @@ def tied():
 
 
 def split_already():
-    return split(nn.Sequential(nn.Linear(4, 4)), {"0": "column"})
+    layer = split_layer(nn.Linear(4, 4), "column")
+    return nn.Sequential(layer)
 
 
 def batch_norm():
@@ -702,8 +749,10 @@ def test_what_is_outside_the_vocabulary_is_an_error():
 )
 @pool.on(2)
 def test_options_of_the_loss_that_mean_nothing_are_an_error(options, word):
+    shard = torch.ones(2, 4)
+    target = torch.tensor([1, 2])
     with pytest.raises(ValueError, match=word):
-        our_loss(torch.ones(2, 4), torch.zeros(2, dtype=torch.long), **options)
+        our_loss(shard, target, **options)
 
 
 @pytest.mark.parametrize("of", ["a column layer", "the loss"])
@@ -723,7 +772,11 @@ def test_a_gradient_of_a_gradient_is_an_error_because_a_part_of_it_would_be_left
 # ---- costs
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16 model", "autocast"])
+@pytest.mark.parametrize(
+    "autocast",
+    [False, True],
+    ids=["bfloat16 model", "autocast"],
+)
 @pool.on(2)
 def test_sixteen_bits_are_right_to_their_precision(autocast):
     dtype = torch.float32 if autocast else torch.bfloat16
@@ -772,9 +825,9 @@ def test_a_layer_sends_holds_and_keeps_what_the_formulas_say(sp):
     heads = 8
     with fake_world(t, 3):
         layer = tp.Block(h, heads)
-        plan = {name.removeprefix("*."): kind for name, kind in PLAN.items()}
-        plan = {name: plan[name] for name in plan if name[0] in "qpln"}
-        tp.parallelize(layer, plan, sequence_parallel=sp)
+        model = nn.Sequential(layer)
+        plan = {name: kind for name, kind in PLAN.items() if name.startswith("*")}
+        tp.parallelize(model, plan, sequence_parallel=sp)
         x = torch.randn(s // t if sp else s, 1, h, requires_grad=True)
         with tp.SentBytes() as sent:
             y, keeps = kept(layer, x, but=layer.parameters())
@@ -802,7 +855,8 @@ def test_a_column_layer_computes_while_it_communicates(monkeypatch):
     work_class = getattr(torch._C._distributed_c10d, "FakeWork", dist.Work)  # newer torch
     monkeypatch.setattr(work_class, "wait", lambda work: issued.seen.append(("wait", None)))
     with fake_world(8, 3):
-        layer = tp.ColumnParallelLinear.from_full(nn.Linear(16, 16), sequence_parallel=True)
+        plain = nn.Linear(16, 16)
+        layer = tp.ColumnParallelLinear.from_full(plain, sequence_parallel=True)
         y = layer(torch.randn(8, 2, 16, requires_grad=True))
         with issued:
             y.sum().backward()
