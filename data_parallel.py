@@ -103,6 +103,23 @@ def scatter(inputs, devices, dim=0):
     return [tree_unflatten(chunks, structure) for chunks in by_device]
 
 
+def rebuild(module, copy_of):
+    """Return a copy of `module` that has `copy_of[x]` in place of each parameter or buffer x."""
+    clones = {part: part._replicate_for_data_parallel() for part in module.modules()}  # shallow
+    for original, clone in clones.items():
+        if isinstance(original, nn.Embedding | nn.EmbeddingBag) and original.sparse:
+            raise ValueError(f"{original}: gradients between devices are dense, set sparse=False")
+        clone.named_parameters = check_is_no_replica  # parameters() calls it
+        clone.state_dict = check_is_no_replica
+        for name, child in original._modules.items():
+            clone._modules[name] = clones.get(child)  # a child may be None
+        for name, tensor in (original._parameters | original._buffers).items():
+            # The copy stays a plain tensor. At a Parameter, a leaf, backward would stop.
+            # setattr is needed because nn.LSTM then updates its own list of weights.
+            setattr(clone, name, copy_of.get(tensor))
+    return clones[module]
+
+
 def replicate(module, devices):
     """Return a replica of `module`, which is on devices[0], for each device.
 
@@ -119,6 +136,13 @@ def replicate(module, devices):
         copy_of = dict(zip(tensors, copies, strict=True))
         replicas.append(rebuild(module, copy_of))
     return replicas[::-1]
+
+
+def device_of(inputs):
+    for leaf in tree_leaves(inputs):
+        if torch.is_tensor(leaf):
+            return leaf.device
+    raise ValueError("parallel_apply needs `devices` if the inputs of a module have no tensor")
 
 
 def parallel_apply(modules, inputs, kwargs_tup=None, devices=None):
@@ -197,34 +221,18 @@ class DataParallel(nn.Module):
         devices = self.devices[: len(chunks)]
         replicas = replicate(self.module, devices)
         inputs, kwargs = zip(*chunks, strict=True)
-        outputs = parallel_apply(replicas, inputs, kwargs, devices)
-        return gather(outputs, devices[0])
+        return gather(parallel_apply(replicas, inputs, kwargs, devices), devices[0])
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. The library: how a replica is made, and where inputs are.
+# 3. The library: checks.
 
 
-def rebuild(module, copy_of):
-    """Return a copy of `module` that has `copy_of[x]` in place of each parameter or buffer x."""
-    clones = {part: part._replicate_for_data_parallel() for part in module.modules()}  # shallow
-    for original, clone in clones.items():
-        if isinstance(original, nn.Embedding | nn.EmbeddingBag) and original.sparse:
-            raise ValueError(f"{original}: gradients between devices are dense, set sparse=False")
-        for name, child in original._modules.items():
-            clone._modules[name] = clones.get(child)  # a child may be None
-        for name, tensor in (original._parameters | original._buffers).items():
-            # The copy stays a plain tensor. At a Parameter, a leaf, backward would stop.
-            # setattr is needed because nn.LSTM then updates its own list of weights.
-            setattr(clone, name, copy_of.get(tensor))
-    return clones[module]
-
-
-def device_of(inputs):
-    for leaf in tree_leaves(inputs):
-        if torch.is_tensor(leaf):
-            return leaf.device
-    raise ValueError("parallel_apply needs `devices` if the inputs of a module have no tensor")
+def check_is_no_replica(*args, **kwargs):
+    """Stands in for methods of a replica. They would return nothing, because it has only copies."""
+    raise RuntimeError(
+        "a replica has no parameters(): use those of the DataParallel, after forward"
+    )
 
 
 # --------------------------------------------------------------------------------------------------

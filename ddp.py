@@ -35,6 +35,7 @@ See also: zero.py shards the optimizer state, fsdp.py the parameters as well
 
 import argparse
 import copy
+import dataclasses
 import functools
 import inspect
 import json
@@ -84,16 +85,14 @@ def views_of(flat, tensors):
 
 
 class Bucket:
-    """Some tensors in one flat buffer, so that one collective sends them all.
+    """The gradients of some parameters in one flat buffer, which one all-reduce sends."""
 
-    In training, it has the gradients of parameters.
-    """
-
-    def __init__(self, tensors):
-        self.flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-        views = views_of(self.flat, tensors)
-        self.views = dict(zip(tensors, views, strict=True))  # {tensor: its part of `flat`}
-        self.missing = set(tensors)  # parameters whose gradients are not in `flat` yet
+    def __init__(self, parameters):
+        numel = sum(map(torch.numel, parameters))
+        self.flat = parameters[0].detach().new_empty(numel)
+        views = views_of(self.flat, parameters)
+        self.views = dict(zip(parameters, views, strict=True))  # {parameter: its part of `flat`}
+        self.missing = set(parameters)  # those whose gradients are not in `flat` yet
         self.work = None  # handle of the all-reduce while it runs
 
     def fill(self, parameter, divisor):
@@ -113,9 +112,9 @@ class Bucket:
 def all_reduce_when_full(bucket, process_group=None):
     """All-reduce the bucket in each backward, as soon as backward has computed its last gradient.
 
-    Call bucket.wait() between backward and the optimizer's step. Every backward must reach all
-    parameters, and fill the buckets in one order on all ranks. Section 2 does not need the second
-    condition, and with `find_unused_parameters` it does not need the first one either.
+    Call bucket.wait() between backward and the optimizer's step. Two conditions: (1) every backward
+    reaches all parameters, (2) in an order that fills the buckets in the same order on all ranks.
+    Section 2 lifts (2), and `find_unused_parameters` lifts (1).
     """
 
     def hook(parameter):
@@ -153,13 +152,24 @@ def assign_buckets(tensors, cap_bytes):
 
 def broadcast(tensors, process_group):
     """Overwrite `tensors` with those of the group's rank 0, in messages of about 25 MiB."""
-    for bucket in map(Bucket, assign_buckets(tensors, 25 * 2**20)):
+    for bucket in assign_buckets(tensors, 25 * 2**20):
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
         # As bytes, because gloo has no int16 and no float8.
-        dist.broadcast(bucket.flat.view(torch.uint8), group=process_group, group_src=0)
-        for tensor, values in bucket.views.items():
+        dist.broadcast(flat.view(torch.uint8), group=process_group, group_src=0)
+        for tensor, values in zip(bucket, views_of(flat, bucket), strict=True):
             # detach() shares the version of `tensor`, so this counts as a write: the optimizer of
             # amp.py looks for those. A caller that must not change it passes `.data`.
             tensor.detach().copy_(values)
+
+
+def tensors_in(output):
+    """Yield the tensors that have a graph, also those in containers and dataclasses."""
+    for leaf in tree_leaves(output):
+        if dataclasses.is_dataclass(leaf):
+            fields = dataclasses.fields(leaf)
+            yield from tensors_in([getattr(leaf, field.name) for field in fields])
+        elif torch.is_tensor(leaf) and leaf.grad_fn:
+            yield leaf
 
 
 class DistributedDataParallel(nn.Module):
@@ -168,12 +178,16 @@ class DistributedDataParallel(nn.Module):
     Every backward must reach all parameters, unless `find_unused_parameters` is set. Then a rank
     without a gradient for a parameter adds zeros. If no rank has one, .grad stays None.
 
+    Forward returns tensors, or lists, tuples, dicts and dataclasses of tensors.
+
     As in PyTorch, a forward broadcasts rank 0's buffers, unless the forward before it ran in
     no_sync() or without gradients. So a rank that evaluates alone must call `.module`, or it would
     wait for the others.
 
     A sparse gradient becomes dense. SGD and Adagrad accept that, but SparseAdam does not.
     """
+
+    _comm_hook = None  # (state, hook)
 
     def __init__(
         self,
@@ -197,40 +211,44 @@ class DistributedDataParallel(nn.Module):
             "check_reduction": check_reduction,
             "output_device": output_device not in (None, *(device_ids or ())),
         }
-        verify_arguments(module, process_group, others, unsupported)
+        check_arguments(module, process_group, others, unsupported)
         self.module = module
         self.device_ids = device_ids  # if given, inputs are moved to the device of the module
         self.broadcast_buffers = broadcast_buffers
         self.process_group = process_group
+        self.bucket_bytes_cap = (bucket_cap_mb or 25) * 2**20
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.require_backward_grad_sync = True  # False inside no_sync()
         self.require_forward_param_sync = True  # whether the next forward broadcasts the buffers
         broadcast(module.parameters(), process_group)
-        if broadcast_buffers:
-            broadcast(module.buffers(), process_group)
-        self._make_buckets((bucket_cap_mb or 25) * 2**20)
+        broadcast(module.buffers() if broadcast_buffers else (), process_group)
+        self._make_buckets()
 
-    def _make_buckets(self, cap_bytes):
+    def _make_buckets(self):
         trained = [p for p in self.module.parameters() if p.requires_grad]
-        self._buckets = [Bucket(parameters) for parameters in assign_buckets(trained, cap_bytes)]
+        self._buckets = list(map(Bucket, assign_buckets(trained, self.bucket_bytes_cap)))
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.views}
         # True if backward averages, and False if gradients stay in .grad. A forward outside
-        # no_sync() sets it, and so does the hook on its outputs. The end of a backward clears it.
+        # no_sync() sets it, and the end of a backward clears it. If two forwards come before their
+        # backwards, the outputs of the second one set it again.
         self._will_average = False
-        self._divisor = dist.get_world_size(self.process_group)
         self._register_hooks()
 
     def _register_hooks(self):
-        # A weak reference, because parameters keep their hooks: `del model` must free the buckets.
+        # A weak reference: a graph that outlives this object must not keep the buckets.
         reference = weakref.ref(self)
 
-        def hook(parameter):
+        def hook(parameter, *_):
             if ddp := reference():
                 ddp._on_gradient(parameter)
 
+        # The nodes of autograd that add to .grad. A node and its hooks live as long as this list.
+        # They run after all hooks of the parameter, so a user's hook may change the gradient first.
+        self._nodes = []
         for parameter in self._bucket_of:
-            parameter.register_post_accumulate_grad_hook(hook)
+            self._nodes.append(torch.autograd.graph.get_gradient_edge(parameter).node)
+            self._nodes[-1].register_hook(functools.partial(hook, parameter))
 
     def forward(self, *inputs, **kwargs):
         if self.device_ids:
@@ -245,38 +263,43 @@ class DistributedDataParallel(nn.Module):
         will_average = torch.is_grad_enabled() and self.require_backward_grad_sync
         self.require_forward_param_sync = will_average
         if will_average:
-            verify_ready(self)
+            check_ready(self)
             self._will_average = True
+            self._finish_is_queued = False
         output = self.module(*inputs, **kwargs)
-        # After two forwards, the end of the first one's backward clears the flag for the second.
-        for tensor in filter(torch.is_tensor, tree_leaves(output)):
-            if will_average and tensor.grad_fn:
-                tensor.register_hook(self._pre_backward)
+        for tensor in tensors_in(output) if will_average else ():
+            tensor.register_hook(self._pre_backward)
         return output
 
     def _pre_backward(self, _):  # a tensor's hook gets its gradient
         self._will_average = True
-        if self.find_unused_parameters:  # backward may reach no parameter on this rank
-            finish = functools.partial(finish_with_unused, self)
-            torch.autograd.Variable._execution_engine.queue_callback(finish)
+        # Backward may reach no parameter on this rank. With create_graph, which enables gradients,
+        # it only computes what a later backward starts from.
+        if self.find_unused_parameters and not torch.is_grad_enabled():
+            self._call_at_the_end(self._finish_with_unused)
 
     def _on_gradient(self, parameter):
         if not self._will_average:
             return
-        if parameter not in self._bucket_of[parameter].missing:
-            raise RuntimeError(
-                "Expected to mark a variable ready only once, but a parameter got two gradients: "
-                "add the losses and call backward once"
-            )
+        check_gradient(self, parameter)
         self._fill(parameter)
-        if self._buckets[-1].work and not self.find_unused_parameters:
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+        if self.find_unused_parameters:
+            self._call_at_the_end(self._finish_with_unused)
+        elif self._buckets[-1].work:  # buckets are sent in order, so all gradients are there
+            self._call_at_the_end(self._finish_backward)
+
+    def _call_at_the_end(self, finish):
+        """Let autograd call `finish` once, at the end of the current backward."""
+        if not self._finish_is_queued:
+            self._finish_is_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(finish)
 
     def _fill(self, parameter):
         """Copy parameter.grad into its bucket, and send the buckets that are full."""
         bucket = self._bucket_of[parameter]
         parameter.grad = parameter.grad.to_dense()  # does nothing unless the gradient is sparse
-        bucket.fill(parameter, self._divisor)
+        divisor = 1 if self._comm_hook else dist.get_world_size(self.process_group)
+        bucket.fill(parameter, divisor)  # a communication hook divides by itself
         if self.gradient_as_bucket_view:
             parameter.grad = bucket.views[parameter]  # frees the tensor that autograd allocated
         # Ranks may fill buckets in different orders, so buckets are sent in the order of their
@@ -288,10 +311,13 @@ class DistributedDataParallel(nn.Module):
 
     def _send(self, bucket):
         """Start the all-reduce of the bucket, and return its handle."""
+        if self._comm_hook:
+            return self._run_comm_hook(bucket)
         return dist.all_reduce(bucket.flat, group=self.process_group, async_op=True)
 
     def _finish_backward(self):
         self._will_average = False
+        self._finish_is_queued = False
         for bucket in self._buckets:
             bucket.wait()
 
@@ -312,12 +338,22 @@ class DistributedDataParallel(nn.Module):
 
     def register_comm_hook(self, state, hook):
         """Call `hook(state, bucket)`, which returns a future of the mean, and do not all-reduce."""
-        self._send = functools.partial(run_comm_hook, hook, state, self._buckets)
-        self._divisor = 1  # because the hook divides
+        check_comm_hook(self)
+        self._comm_hook = (state, hook)
 
-    def __setstate__(self, state):  # copy.deepcopy() calls it, and does not copy hooks
+    def _run_comm_hook(self, bucket):
+        return run_comm_hook(self, bucket, *self._comm_hook)
+
+    def _finish_with_unused(self):
+        finish_with_unused(self)
+
+    def __getstate__(self):  # copies and pickles make buckets, nodes and hooks of their own
+        made = ("_buckets", "_bucket_of", "_nodes")
+        return {name: value for name, value in vars(self).items() if name not in made}
+
+    def __setstate__(self, state):
         super().__setstate__(state)
-        self._register_hooks()
+        self._make_buckets()
 
 
 DDP = DistributedDataParallel
@@ -329,23 +365,23 @@ DDP = DistributedDataParallel
 
 def finish_with_unused(ddp):
     """Average the gradients at the end of a backward that may have missed parameters."""
-    if not ddp._will_average:  # each output of the module has called this
-        return
-    unused = {}  # {parameter without a gradient on this rank: its element of `used`}
+    trained = list(ddp._bucket_of)
     # For each parameter, 1 if it has a gradient on this rank, otherwise 0. The zeros are written on
     # the device, because the host would wait for a copy of a list.
-    used = torch.ones(len(ddp._bucket_of), device=ddp._buckets[0].flat.device)
-    for flag, (parameter, bucket) in zip(used, ddp._bucket_of.items(), strict=True):
-        if parameter.grad is None:
-            unused[parameter] = flag.zero_()
-            parameter.grad = torch.zeros_like(parameter)
+    used = torch.ones(len(trained), device=ddp._buckets[0].flat.device)
+    unused = [number for number, parameter in enumerate(trained) if parameter.grad is None]
+    for number in unused:
+        used[number].zero_()
+        trained[number].grad = torch.zeros_like(trained[number])
+    for parameter, bucket in ddp._bucket_of.items():
         if parameter in bucket.missing:  # this backward did not reach it
             ddp._fill(parameter)
     ddp._finish_backward()
     dist.all_reduce(used, group=ddp.process_group)
-    for parameter, num_ranks in unused.items():
-        if num_ranks == 0:  # the host waits for the all-reduce
-            parameter.grad = None
+    num_ranks = used.tolist() if unused else []  # the host waits for the all-reduce
+    for number in unused:
+        if num_ranks[number] == 0:
+            trained[number].grad = None
 
 
 class GradBucket:
@@ -375,13 +411,13 @@ class GradBucket:
         return views_of(self._buffer, self.parameters())
 
 
-def run_comm_hook(hook, state, buckets, bucket):
+def run_comm_hook(ddp, bucket, state, hook):
     """Return a future that is done when the mean that `hook` computes is in the bucket."""
     # The hook of an earlier bucket may issue a second collective when its first has ended. Over
     # gloo, that time differs between ranks, so collectives of two buckets could mix. Over NCCL, a
     # future is done as soon as its work is in a stream. To wait for it would make the rest of
     # backward wait for the earlier bucket.
-    for earlier in buckets[: buckets.index(bucket)]:
+    for earlier in ddp._buckets[: ddp._buckets.index(bucket)]:
         if not earlier.work.done():
             earlier.work.wait()
 
@@ -389,10 +425,10 @@ def run_comm_hook(hook, state, buckets, bucket):
         # Return a tensor, so that wait() also waits for the copy on the GPU.
         return bucket.flat.copy_(mean.value().view_as(bucket.flat))
 
-    return hook(state, GradBucket(buckets, bucket)).then(copy)
+    return hook(state, GradBucket(ddp._buckets, bucket)).then(copy)
 
 
-def verify_ready(ddp):
+def check_ready(ddp):
     """Raise RuntimeError if the last backward has not ended, or if parameters have changed."""
     missing = {parameter for bucket in ddp._buckets for parameter in bucket.missing}
     if len(missing) < len(ddp._bucket_of):
@@ -407,40 +443,91 @@ def verify_ready(ddp):
         return
     for name, parameter in ddp.module.named_parameters():
         bucket = ddp._bucket_of.get(parameter)
-        is_ready = bucket and bucket.flat.dtype == parameter.dtype
+        like = bucket and bucket.flat
+        is_ready = bucket and (like.dtype, like.device) == (parameter.dtype, parameter.device)
         is_trained = parameter.requires_grad and isinstance(parameter, nn.Parameter)
         if is_trained and not is_ready:
             raise RuntimeError(
-                f"{name} was frozen, not there or of another dtype before: wrap the module again"
+                f"{name} was frozen, not there, or of another dtype or device before: wrap the "
+                "module again"
             )
 
 
-def verify_arguments(module, process_group, others, unsupported):
+def check_gradient(ddp, parameter):
+    """Raise RuntimeError if the gradient is a second one, or if a hook has dropped it."""
+    if parameter.grad is None:
+        raise RuntimeError(
+            "a hook set .grad to None in backward: until backward ends, .grad is the gradient of "
+            "this rank alone, so step the optimizer after backward"
+        )
+    if parameter not in ddp._bucket_of[parameter].missing:
+        raise RuntimeError(
+            "Expected to mark a variable ready only once, but a parameter got two gradients: "
+            "add the losses and call backward once"
+        )
+
+
+def check_comm_hook(ddp):
+    """Raise RuntimeError if a hook would see gradients that are not on the GPU yet."""
+    device = ddp._buckets[0].flat.device.type
+    backends = dist.get_backend_config(ddp.process_group)  # such as "cpu:gloo,cuda:nccl"
+    if device != "cpu" and f"{device}:gloo" in backends and torch.__version__ < "2.11":
+        raise RuntimeError(
+            "over gloo, communication hooks do not wait for the GPU before torch 2.11; use NCCL"
+        )
+
+
+def check_arguments(module, process_group, others, unsupported):
     """Raise an error if an argument or the module is not supported: on all ranks, if on one."""
     # Raises TypeError for an argument that PyTorch's class does not have.
     inspect.signature(nn.parallel.DistributedDataParallel).bind(module, **others)
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise RuntimeError("module does not have any parameter that requires a gradient")
+    problems = []
     for name, is_set in unsupported.items():
         if is_set:
-            raise ValueError(f"{name} is not supported by ddp.py; leave it out")
-    if dist.get_rank(process_group) < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in process_group")
-    members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+            problems.append(f"{name} is not supported by ddp.py; leave it out")
+    group = process_group or dist.group.WORLD
+    members = dist.get_process_group_ranks(group) if dist.get_rank(group) >= 0 else ()
     for name, child in module.named_modules():
         # The ranks that hold different experts, or different slices.
         apart = set(members).intersection(getattr(child, "differ_between_ranks", ()))
         if len(apart) > 1:
-            raise ValueError(f"ranks {sorted(apart)} hold different parameters of '{name}'")
-    # An all-reduce of different sizes or dtypes would abort the process or return garbage.
-    tensors = enumerate([*module.named_parameters(), *module.named_buffers()])
-    found = {
-        f"{i} {name}: {tuple(t.shape)}, {t.dtype}, {t.requires_grad=}" for i, (name, t) in tensors
-    }
-    everyone = [None] * len(members)
-    dist.all_gather_object(everyone, found, group=process_group)
-    if differ := set.union(*everyone) - set.intersection(*everyone):
-        raise ValueError(f"ranks must hold the same model, but differ in {sorted(differ)}")
+            problems.append(f"ranks {sorted(apart)} hold different parameters of '{name}'")
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.max_norm is not None:
+            problems.append(
+                f"{name} {child}: forward shrinks rows, on each rank those of its own batch; leave "
+                "max_norm out, and shrink the rows after the optimizer's step"
+            )
+    facts = []
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        facts.append(f"{name}: {tuple(tensor.shape)}, {tensor.dtype}, {tensor.requires_grad=}")
+        is_expanded = torch._debug_has_internal_overlap(tensor) == 1
+        if tensor.layout != torch.strided or is_expanded:
+            problems.append(f"{name} is sparse or expanded: make it dense and contiguous")
+    check_same_on_all_ranks("model and arguments", facts + problems, process_group)
+    if problems:
+        raise ValueError(problems[0])
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise RuntimeError("module does not have any parameter that requires a gradient")
+
+
+def check_same_on_all_ranks(what, facts, process_group=None):
+    """Raise ValueError on all ranks of the group unless they give the same `facts`, in order.
+
+    Collectives of different sizes or dtypes abort the process or return garbage, so the ranks
+    compare what they are about to communicate. What only one rank finds wrong is a fact, too.
+    """
+    if dist.get_rank(process_group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in process_group")
+    mine = [f"{number}: {fact}" for number, fact in enumerate(facts)]
+    everyone = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(everyone, mine, group=process_group)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            here = sorted(set(theirs).difference(everyone[0]))
+            there = sorted(set(everyone[0]).difference(theirs))
+            raise ValueError(
+                f"all ranks must have the same {what}: rank {rank} has {here}, rank 0 {there}"
+            )
 
 
 # --------------------------------------------------------------------------------------------------

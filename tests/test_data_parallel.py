@@ -177,3 +177,26 @@ def test_the_first_exception_is_raised_when_all_threads_have_ended():
     with pytest.raises(ZeroDivisionError, match="replica 1 on device meta"):
         dp.parallel_apply([fail] * 3, [1, 0, 0], devices=["cpu", "meta", "cpu"])
     assert threading.active_count() == threads
+
+
+class Calls(nn.Module):
+    """Forward calls one of its methods."""
+
+    def __init__(self, method):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.method = method
+
+    def forward(self, x):
+        method = getattr(self.layer, self.method)
+        return x * len(list(method()))
+
+
+@pytest.mark.parametrize("method", ["parameters", "named_parameters", "state_dict"])
+def test_parameters_of_a_replica_are_an_error_because_there_are_none(method):
+    x = torch.ones(2, 2)
+    on_one_device = dp.DataParallel(Calls(method), ["cpu"])
+    assert on_one_device(x).sum() == 8
+    model = dp.DataParallel(Calls(method), TWO)
+    with pytest.raises(RuntimeError, match=r"replica 0 .* no parameters\(\)"):
+        model(x)

@@ -1,6 +1,10 @@
 """ddp.py: what tests/claims/ddp.py and tests/claims/training.py leave open."""
 
 import copy
+import dataclasses
+import pickle
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pool
 import pytest
@@ -21,6 +25,7 @@ from shared import (
     make_model,
 )
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.torch_version import TorchVersion
 
 import ddp
 
@@ -200,6 +205,103 @@ class TwoOutputs(nn.Linear):
         return self.weight * x, {"bias": [self.bias * x]}
 
 
+@dataclasses.dataclass(slots=True)
+class Output:
+    logits: list
+
+
+class ReturnsDataclass(nn.Linear):
+    def forward(self, x):
+        return {"output": Output([super().forward(x)])}
+
+
+@pytest.mark.parametrize("find_unused_parameters", [False, True])
+@pool.on(2)
+def test_outputs_may_lie_in_dataclasses(find_unused_parameters):
+    model = wrap(ReturnsDataclass(1, 1), find_unused_parameters=find_unused_parameters)
+    outputs = [model(one_input()), model(one_input())]
+    for output in outputs:
+        output["output"].logits[0].backward()
+    assert model.module.weight.grad.item() == 3
+
+
+@pytest.mark.parametrize("with_output", [False, True])
+@pool.on(2)
+def test_a_penalty_on_the_gradient_of_the_input_is_averaged(with_output):
+    """Its loss may miss the outputs. Then backward does not reach the last bias."""
+    plain = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    model = wrap(copy.deepcopy(plain), find_unused_parameters=True)
+
+    def loss(model, rank, step):
+        x = make_batch(rank, step, F64).requires_grad_()
+        output = model(x)
+        (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        penalty = gradient.square().mean()
+        return penalty + output.mean() if with_output else penalty
+
+    for step in range(2):
+        model.zero_grad()
+        loss(model, pool.rank(), step).backward()
+        one_device(plain, [[(0, step)], [(1, step)]], lambda model, batch: loss(model, *batch))
+        assert (plain[2].bias.grad is None) != with_output
+        assert_same_parameters(model.module, plain, exact=False)
+
+
+class KeepsLoss(nn.Linear):
+    """Its output has no graph. The loss is an attribute, as an auxiliary loss is."""
+
+    def forward(self, x):
+        self.loss = (self.weight * x).sum()
+        return x
+
+
+@pool.on(2)
+def test_a_loss_that_is_an_attribute_is_averaged():
+    model = wrap(KeepsLoss(1, 1), find_unused_parameters=True)
+    for _ in range(2):
+        model(one_input())
+        model.module.loss.backward()
+    assert model.module.weight.grad.item() == 3
+    assert model.module.bias.grad is None
+
+
+# ---- hooks of users
+
+
+@pytest.mark.parametrize("as_view", [False, True], ids=["copies", "views"])
+@pool.on(2)
+def test_a_hook_that_is_registered_after_wrapping_changes_what_is_averaged(as_view):
+    model = wrap(nn.Linear(2, 1, bias=False), gradient_as_bucket_view=as_view)
+    weight = model.module.weight
+
+    def clip(parameter):
+        parameter.grad = parameter.grad.clamp(max=3)
+
+    def mask(parameter):
+        parameter.grad[0, 1] = 0
+
+    output = model(torch.tensor([[2.0, 2.0]]) * (1 + pool.rank()))
+    for hook in (clip, mask):  # even after forward
+        weight.register_post_accumulate_grad_hook(hook)
+    output.sum().backward()
+    assert weight.grad.tolist() == [[2.5, 0]]
+
+
+@pool.on(2)
+def test_an_optimizer_that_steps_in_a_hook_is_an_error():
+    model = wrap(nn.Linear(1, 1, bias=False))
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def step(parameter):
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model.module.weight.register_post_accumulate_grad_hook(step)
+    loss = model(one_input())
+    with pytest.raises(RuntimeError, match="step the optimizer after backward"):
+        loss.backward()
+
+
 @pool.on(2)
 def test_two_forwards_may_come_before_their_backwards_of_each_output_even_in_no_sync():
     model = wrap(TwoOutputs(1, 1))
@@ -264,6 +366,23 @@ def test_buffers_stay_apart_without_broadcast_buffers():
 # ---- communication hooks
 
 
+@pytest.mark.parametrize(
+    ("backends", "version", "is_refused"),
+    [
+        ("cpu:gloo,cuda:gloo", "2.10.0", True),
+        ("cpu:gloo,cuda:gloo", "2.11.0", False),
+        ("cpu:gloo,cuda:nccl", "2.6.0", False),
+    ],
+)
+def test_a_hook_on_gpus_over_an_old_gloo_is_refused(backends, version, is_refused, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    flat = SimpleNamespace(device=torch.device("cuda"))
+    model = SimpleNamespace(_buckets=[SimpleNamespace(flat=flat)], process_group=None)
+    with pytest.raises(RuntimeError, match=r"2\.11") if is_refused else nullcontext():
+        ddp.check_comm_hook(model)
+
+
 @pool.on(2)
 def test_powersgd_does_what_it_does_in_pytorchs_class():
     modules = []
@@ -285,14 +404,76 @@ def test_powersgd_does_what_it_does_in_pytorchs_class():
 # ---- copies and errors
 
 
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled])
 @pool.on(4)  # all, because a process group cannot be copied
-def test_a_copy_averages_its_own_gradients():
+def test_a_copy_averages_its_own_gradients(copied):
     plain = make_model("plain", F64)
     original = ddp.DDP(make_model("plain", F64))
-    model = copy.deepcopy(original)
-    backward(model)
-    backward_on_one_device(plain, 0)
+    backward(original)
+    original.zero_grad()
+    model = copied(original)
+    for step in range(2):
+        backward(model, step)
+    backward_on_one_device(plain, 0, 1)
     assert_same_parameters(model.module, plain, exact=False)
+
+
+def fill_with_seven(state, bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer().fill_(7))
+    return future
+
+
+@pool.on(4)
+def test_a_copy_has_the_communication_hook():
+    original = ddp.DDP(nn.Linear(1, 1))
+    original.register_comm_hook(None, fill_with_seven)
+    model = pickled(original)
+    model(one_input()).backward()
+    assert model.module.weight.grad.item() == 7
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+@pool.on(2)
+def test_rows_that_forward_shrinks_are_an_error(layer):
+    with pytest.raises(ValueError, match=r"max_norm=1.*after the optimizer's step"):
+        wrap(nn.Sequential(layer(3, 2, max_norm=1)))
+
+
+def expanded(x):
+    return x[:1].expand(2, 2)
+
+
+@pytest.mark.parametrize("make", [torch.Tensor.to_sparse, expanded])
+@pool.on(2)
+def test_a_sparse_or_expanded_buffer_is_an_error(make):
+    module = nn.Linear(2, 2)
+    module.register_buffer("mask", make(torch.eye(2)))
+    with pytest.raises(ValueError, match="mask is sparse or expanded"):
+        wrap(module)
+
+
+@pool.on(2)
+def test_an_error_of_one_rank_is_an_error_on_all():
+    with pytest.raises(ValueError, match="dim is not supported"):
+        wrap(make_model("plain"), dim=pool.rank())
+    module = make_model("plain").requires_grad_(pool.rank() == 0)
+    with pytest.raises(ValueError, match=r"grad=False"):
+        wrap(module)
+
+
+@pool.on(2)
+def test_a_module_without_gradients_and_a_rank_outside_are_errors():
+    with pytest.raises(RuntimeError, match="any parameter that requires a gradient"):
+        wrap(make_model("plain").requires_grad_(False))
+    group = dist.new_group([0])
+    if pool.rank() == 1:
+        with pytest.raises(ValueError, match="rank 1 is not in process_group"):
+            ddp.DDP(make_model("plain"), process_group=group)
 
 
 @pool.on(3)
@@ -311,6 +492,15 @@ def test_a_parameter_that_is_unfrozen_or_cast_after_construction_is_an_error(cha
     model = wrap(make_model("frozen"))
     change(model)
     with pytest.raises(RuntimeError, match=f"{name} .*again"):
+        batch_loss(model, 0, 0)
+
+
+@pool.on(2)
+def test_a_parameter_that_moves_to_another_device_after_construction_is_an_error():
+    model = wrap(make_model("plain"))
+    for bucket in model._buckets:  # instead of the parameters, because there is no other device
+        bucket.flat = bucket.flat.to("meta")
+    with pytest.raises(RuntimeError, match=r"0.weight .*again"):
         batch_loss(model, 0, 0)
 
 
@@ -342,3 +532,13 @@ def test_a_step_neither_waits_for_the_device_nor_copies_from_the_host():
     operators = {operator for operator, _ in watch.seen}
     assert "c10d::allreduce_" in operators
     assert not operators & {"aten::_local_scalar_dense", "aten::lift_fresh"}
+
+
+@pool.on(2)
+def test_the_flags_of_unused_parameters_are_read_at_once():
+    model = wrap(Layers(), find_unused_parameters=True)
+    output = model(make_batch(0, 0, F64), [0])
+    with Watch(lambda: None) as watch:
+        output.backward()
+    assert "aten::_local_scalar_dense" not in {operator for operator, _ in watch.seen}
+    assert model.module[1].weight.grad is None
