@@ -20,7 +20,12 @@ Hybrid sharding keeps R copies of each shard, on N·R ranks, and also all-reduce
 that have w₀. Gathers stay within N ranks, for example a node.
 
 Read section 1 for the idea (9 minutes), to section 3 for the technique (44), and the rest to use
-it as a library (85).
+it as a library (85). Four classes do the work:
+
+    Unit               the hooks of a module, before and after forward and backward; by fully_shard
+    Schedule           when: the order of the units, which is that of gathers and reductions
+    ParameterGroup     how: a unit's parameters of one dtype, gathered and reduced in one buffer
+    ShardedParameter   where: the place of a parameter in that buffer, and in this rank's shard
 
 Cost per rank in elements, with Adam, for Ψ parameters, of which T are trained, and u in the largest
 unit. The rows with + add to "between steps". 2u: this unit and the next. 3u: this unit's gradients,
@@ -43,8 +48,8 @@ Paper:    Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, §3
 Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), but with the flat buffers of FSDP1 (§3.2)
 Left out: optimizers that need whole matrices (muon.py has one); recovery after an error in
           backward; units that only some ranks reach, or in another order; units that change their
-          input in place; sparse and second-order gradients; hooks on parameters; loading a state
-          dict that only rank 0 has
+          input in place; sparse and second-order gradients; hooks on parameters; a backward on
+          another CUDA stream than its forward; loading a state dict that only rank 0 has
 """
 
 import argparse
@@ -150,17 +155,18 @@ class ShardedParameter:
     of them at a time. `parameter` is always a ShardedParameter, and `original` what it replaces.
     """
 
-    def __init__(self, group, original, owners, start):
+    def __init__(self, group, original, owners, start_in_unsharded):
         self.group = group  # a ParameterGroup
         self.owners = owners  # [(module, attribute), …]: several if the parameter is tied
         self.shape = original.shape
         # The original's, but without gaps.
         self.stride = torch.empty_like(original, device="meta").stride()
-        self.start = start  # offset of its first element in `group.unsharded`
-        begin = start - group.first  # its offset in `group.shard`; < 0: on an earlier rank
+        self.start_in_unsharded = start_in_unsharded  # offset of its first element
+        start_in_shard = start_in_unsharded - group.shard_start  # < 0: it is on an earlier rank
+        end_in_shard = start_in_shard + original.numel()
         # Its elements in `group.shard`, or none. Above, the weight has slice(0, 60) on rank 0, of
         # which indexing takes 48, and slice(0, 12) on rank 1.
-        self.slice = slice(max(begin, 0), max(begin + original.numel(), 0))
+        self.slice = slice(max(start_in_shard, 0), max(end_in_shard, 0))
         self.sharded = nn.Parameter(self.part_of_shard(group.shard), original.requires_grad)
         # The gather in backward writes to the buffer after autograd has saved views of it. Autograd
         # would refuse these, because they share its version counter. .data has the same memory, and
@@ -170,7 +176,7 @@ class ShardedParameter:
 
     def view(self, flat):
         """Return its part of `flat`, which has the layout of `unsharded`."""
-        return flat.as_strided(self.shape, self.stride, self.start)
+        return flat.as_strided(self.shape, self.stride, self.start_in_unsharded)
 
     def part_of_shard(self, shard):
         """Return its part of `shard`, in as many dimensions: scripts often decay only matrices."""
@@ -193,10 +199,11 @@ class ParameterGroup:
         total = sum(round_up(p.numel(), PARAMETER_ALIGNMENT) for p in originals)
         padded = round_up(max(total, 1), N * SHARD_ALIGNMENT)
         self.shard_size = padded // N  # in elements
-        self.first = dist.get_rank(self.process_group) * self.shard_size  # offset of the shard
+        # Offset of the shard in `unsharded`.
+        self.shard_start = dist.get_rank(self.process_group) * self.shard_size
         dtype, param_dtype, self.reduce_dtype = choose_dtypes(originals, settings.mp_policy)
         # fill_shard() fills it.
-        self.shard = empty_shard(self.shard_size, dtype, device, settings.offload)
+        self.shard = zero_shard(self.shard_size, dtype, device, settings.offload)
         self.unsharded = torch.empty(padded, dtype=param_dtype, device=device)
         self.parameters = []
         start = 0
@@ -204,7 +211,8 @@ class ParameterGroup:
             self.parameters.append(ShardedParameter(self, original, owners, start))
             start += round_up(original.numel(), PARAMETER_ALIGNMENT)
         self.unsharded.untyped_storage().resize_(0)
-        self.gather_handle = None  # of the gather that has filled `unsharded`; None: it is freed
+        self.is_gathered = False  # `unsharded` has memory, and a gather fills or has filled it
+        self.gather_handle = None  # of that gather
         self.clear_gradients()
 
     def clear_gradients(self):
@@ -216,12 +224,18 @@ class ParameterGroup:
     def start_unshard(self):
         """Begin to gather the ranks' shards into `unsharded`, unless that has begun."""
         check_shards(self)
-        if self.gather_handle is not None:
+        if self.is_gathered:
             return
+        self.is_gathered = True
+        self.version = self.shard._version  # autograd's count of the writes to the shard
         self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
         shard = self.shard.to(self.unsharded)  # its dtype and device
+        # Bytes, because NCCL has no 16-bit integers.
         self.gather_handle = all_gather_single(
-            self.unsharded, shard, group=self.process_group, async_op=True
+            self.unsharded.view(torch.uint8),
+            shard.view(torch.uint8),
+            group=self.process_group,
+            async_op=True,
         )
 
     def finish_unshard(self):
@@ -233,7 +247,7 @@ class ParameterGroup:
 
     def reshard(self, free):
         """Put the shards on the modules. Free `unsharded` if `free`."""
-        if self.gather_handle is None:
+        if not self.is_gathered:
             return
         self.gather_handle.wait()  # it may still run
         check_unsharded(self)
@@ -241,7 +255,8 @@ class ParameterGroup:
             parameter.set_on_modules(parameter.sharded)
         if free:
             self.unsharded.untyped_storage().resize_(0)
-            self.gather_handle = None
+            self.is_gathered = False
+            self.gather_handle = None  # it holds buffers
 
     @torch.no_grad()
     def collect_gradients(self):
@@ -249,7 +264,8 @@ class ParameterGroup:
         if not any(parameter.sharded.requires_grad for parameter in self.parameters):
             return  # all are frozen
         if self.gradients is None:
-            self.gradients = torch.empty_like(self.unsharded, dtype=self.reduce_dtype)
+            # Zeros, because NCCL may look for NaN, also in the padding.
+            self.gradients = torch.zeros_like(self.unsharded, dtype=self.reduce_dtype)
         for parameter in self.parameters:
             move_gradient(parameter, parameter.view(self.gradients))  # from unsharded.grad
 
@@ -272,12 +288,59 @@ class ParameterGroup:
             dist.all_reduce(total, group=group)
         mean = (total / self.divide_factor).to(self.shard)
         for parameter in self.parameters:
-            # Without a gradient, a rank sends -0.0: see section 5.
             if any_rank_has_gradient(parameter, total):
                 gradient = parameter.part_of_shard(mean)
                 sharded = parameter.sharded
                 sharded.grad = gradient if sharded.grad is None else sharded.grad.add_(gradient)
         self.clear_gradients()
+
+
+def choose_dtypes(originals, policy):
+    """Return the dtypes of shards, of unsharded parameters, and of reductions."""
+    dtype = next(iter(originals)).dtype
+    if not dtype.is_floating_point:  # integers and complex numbers keep theirs
+        return dtype, dtype, dtype
+    param_dtype = policy.param_dtype or dtype
+    return dtype, param_dtype, policy.reduce_dtype or param_dtype
+
+
+def zero_shard(size, dtype, device, offload):
+    shard = torch.zeros(size, dtype=dtype, device=device)
+    return shard.cpu().pin_memory() if offload and not shard.is_cpu else shard
+
+
+# finish_reduce() must know whether any rank has a gradient. A rank without one sends -0.0. A rank
+# with one sends 0.0 instead. A sum is -0.0 only if all sent -0.0.
+NO_GRADIENT = -0.0
+
+
+def move_gradient(parameter, place):
+    """Move .grad to `place`, or add it to what no_sync() kept there."""
+    collected = parameter.group.collected
+    gradient = parameter.unsharded.grad
+    if gradient is not None:
+        if parameter in collected:
+            gradient = gradient + place
+        # Adding 0.0 turns -0.0 into 0.0. The cast comes first, because it may round to -0.0.
+        torch.add(gradient.to(place.dtype), 0.0, out=place)
+        collected.add(parameter)
+        parameter.unsharded.grad = None
+    elif parameter not in collected:
+        place.fill_(NO_GRADIENT)
+
+
+def sum_in_rank_order(received, shard_size):
+    if received.dtype == torch.float16:
+        received = received.float()  # a sum may exceed 65504, the limit of float16
+    # sum() would begin with 0 and turn -0.0 into 0.0.
+    return functools.reduce(torch.add, received.split(shard_size))
+
+
+def any_rank_has_gradient(parameter, total):
+    if parameter in parameter.group.collected:
+        return True  # the host need not wait for the sum
+    elements = total[parameter.slice].real  # a complex number has no sign bit
+    return not ((elements == 0) & elements.signbit()).all()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -308,9 +371,9 @@ def in_backward():
 class PostBackward(torch.autograd.Function):
     """The identity, for an input of a unit. Its backward calls post_backward.
 
-    The gradient of an input may be ready before those of weights. But of the ready nodes, autograd
-    first runs those that accumulate .grad, and then the one created last. All nodes of the unit are
-    created after this one, and until they have run, one of them is ready. So they run before it.
+    Autograd runs ready nodes newest first, and nodes that accumulate .grad before all others. This
+    node is older than every node of the unit. So it runs last, even if the gradient of the input is
+    ready early.
     """
 
     @staticmethod
@@ -388,6 +451,15 @@ class Unit:
                 group.start_reduce()
 
 
+def tensors_in(output):
+    """Yield the tensors that have a graph, also those in containers."""
+    for leaf in tree_leaves(output):
+        if dataclasses.is_dataclass(leaf):
+            yield from tensors_in(vars(leaf))
+        elif torch.is_tensor(leaf) and leaf.grad_fn is not None:
+            yield leaf
+
+
 class Schedule:
     """The order in which a model gathers and reduces its units."""
 
@@ -399,6 +471,7 @@ class Schedule:
         self.previous = None  # the last call of unshard(), if any: (unit, in_backward())
         self.next_unit = {}  # {such a call: the unit of the next call}
         self.backward_is_running = False
+        self.marks = []  # on .grad of the gradients that no_sync() keeps
 
     def start_forward(self, unit):
         """If the user called `unit`, reshard all.
@@ -421,7 +494,8 @@ class Schedule:
         unit.start_unshard()
         for group in unit.groups:
             group.finish_unshard()
-        # For the next step. A second output's call records `unit` itself, and the next mends it.
+        # For the next step. In backward, a unit with two outputs comes here twice. It then follows
+        # itself, until the next unit overwrites that.
         self.next_unit[self.previous] = unit
         self.previous = (unit, in_backward())
         if self.previous in self.next_unit:
@@ -450,10 +524,10 @@ class Schedule:
         self.backward_is_running = False
 
     def drop_zeroed_gradients(self):
-        drop_zeroed_gradients(self.units)
+        drop_zeroed_gradients(self)
 
     def mark_kept_gradients(self):
-        mark_kept_gradients(self.units)
+        mark_kept_gradients(self)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -528,8 +602,8 @@ def fully_shard(
     module.register_forward_hook(unit.post_forward, always_call=True)  # also if forward raises
     watch_owners(unit)
     module._fsdp_unit = unit
-    module.register_state_dict_pre_hook(refuse_state_dict)
-    module.__deepcopy__ = refuse_copy
+    module.register_state_dict_pre_hook(check_is_full_state_dict)
+    module.__deepcopy__ = check_is_no_copy
     return module
 
 
@@ -554,7 +628,7 @@ def context(module, name):
 def no_sync(module):
     """Send nothing: add up gradients, in T more elements. The next backward outside sends them.
 
-    Until then, .grad is NaN if it was None. If it is cleared, the gradients kept here are, too.
+    Until then, .grad is NaN. If zero_grad() clears it, it clears the gradients kept here, too.
     """
     return context(module, "no_sync")
 
@@ -619,8 +693,6 @@ def choose_axes(mesh, process_group, replicate_group):
     axes = [process_group] if mesh is None else mesh.get_all_groups()[::-1]
     if replicate_group is not None:
         axes.append(replicate_group)
-    if min(map(dist.get_rank, axes)) < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in process_group; call this on its ranks")
     # A reference to the default group keeps its threads alive.
     return [None if group is dist.group.WORLD else group for group in axes]
 
@@ -661,23 +733,9 @@ def make_groups(module, settings):
         group = ParameterGroup(originals, settings, device)
         fill_shard(group, settings.axes)
         for parameter, original in zip(group.parameters, originals, strict=True):
-            refuse_other_uses(parameter, original)
+            watch_leaves(parameter, original)
         groups.append(group)
     return groups
-
-
-def choose_dtypes(originals, policy):
-    """Return the dtypes of shards, of unsharded parameters, and of reductions."""
-    dtype = next(iter(originals)).dtype
-    if not dtype.is_floating_point:  # integers and complex numbers keep theirs
-        return dtype, dtype, dtype
-    param_dtype = policy.param_dtype or dtype
-    return dtype, param_dtype, policy.reduce_dtype or param_dtype
-
-
-def empty_shard(size, dtype, device, offload):
-    shard = torch.empty(size, dtype=dtype, device=device)
-    return shard.cpu().pin_memory() if offload and not shard.is_cpu else shard
 
 
 @torch.no_grad()
@@ -685,10 +743,11 @@ def fill_shard(group, axes):
     """Broadcast the first rank's originals, and keep this rank's part."""
     for parameter in group.parameters:
         module, attribute = parameter.owners[0]
-        # materialize() may have replaced the original.
-        whole = module._parameters[attribute].to(group.unsharded.device, copy=True).contiguous()
+        original = module._parameters[attribute]  # materialize() may have replaced it
+        whole = torch.empty(original.shape, dtype=original.dtype, device=group.unsharded.device)
+        whole.copy_(original)
         for axis in axes:  # after both, all ranks have the values of the grid's first rank
-            dist.broadcast(whole, group=axis, group_src=0)
+            dist.broadcast(whole.view(-1).view(torch.uint8), group=axis, group_src=0)
         parameter.sharded.copy_(shard_of(parameter, whole))
         parameter.set_on_modules(parameter.sharded)
 
@@ -696,23 +755,23 @@ def fill_shard(group, axes):
 def find_parameters(module, settings):
     """Return {(dtype, requires_grad): {nn.Parameter: its owners}} of those that are in no unit."""
     by_kind = {}
-    descriptions = {f"the arguments {settings[1:]}"}
-    for i, (path, parameter) in enumerate(module.named_parameters(remove_duplicate=False)):
+    facts = [f"the arguments {settings[1:]}"]
+    for path, parameter in module.named_parameters(remove_duplicate=False):
         known = getattr(parameter, "_sharded_parameter", None)
         if known is None:
-            refuse_hooks(path, parameter)
+            check_hooks(path, parameter)
             parent, _, name = path.rpartition(".")
             owner = module.get_submodule(parent)
             kind = parameter.dtype, parameter.requires_grad
             by_kind.setdefault(kind, {}).setdefault(parameter, []).append((owner, name))
-            descriptions.add(
-                f"{i} {path}: {tuple(parameter.shape)}, stride {parameter.stride()}, "
+            facts.append(
+                f"{path}: {tuple(parameter.shape)}, stride {parameter.stride()}, "
                 f"{parameter.dtype}, {'trained' if parameter.requires_grad else 'frozen'}"
                 f"{part_of_split(owner)}{part_of_split(parameter)}"
             )
         elif known.sharded is not parameter:
             raise ValueError(f"{path} is tied to another unit's parameter; put both into one unit")
-    refuse_disagreement(descriptions, settings.axes)
+    check_same_on_grid(facts, settings.axes)
     return by_kind
 
 
@@ -721,20 +780,40 @@ def part_of_split(marked):
     return f", part {ranks.index(dist.get_rank())} of a split parameter" if ranks else ""
 
 
-def refuse_disagreement(descriptions, axes):
-    """Raise ValueError on all ranks if their descriptions differ."""
-    found = [descriptions]  # of the ranks heard from; after both axes, of the whole grid
+def check_same_on_grid(facts, axes):
+    """Raise ValueError on all ranks of the grid if one of them differs."""
+    found = None
     for group in axes:
-        everyone = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, found, group=group)
-        # All ranks of the first axis add the same. So this only shows in the second.
-        place = {f"rank {dist.get_rank(group)} of {len(everyone)} that have the other shards"}
-        found = [place | each for theirs in everyone for each in theirs]
-    if differ := set.union(*found) - set.intersection(*found):
-        raise ValueError(f"ranks must hold the same model, but differ in {sorted(differ)}")
+        try:
+            check_same_on_all_ranks("model", facts, group)
+        except ValueError as error:
+            found = error
+            facts = [*facts, "differ"]  # so that ranks along the next axis raise, too
+    if found is not None:
+        raise found
 
 
-def refuse_hooks(name, tensor, own=0):
+def check_same_on_all_ranks(what, facts, process_group=None):
+    """Raise ValueError on all ranks of the group unless they give the same `facts`, in order.
+
+    Collectives of different sizes or dtypes abort the process or return garbage, so the ranks
+    compare what they are about to communicate. What only one rank finds wrong is a fact, too.
+    """
+    if dist.get_rank(process_group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in process_group")
+    mine = [f"{number}: {fact}" for number, fact in enumerate(facts)]
+    everyone = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(everyone, mine, group=process_group)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            here = sorted(set(theirs).difference(everyone[0]))
+            there = sorted(set(everyone[0]).difference(theirs))
+            raise ValueError(
+                f"all ranks must have the same {what}: rank {rank} has {here}, rank 0 {there}"
+            )
+
+
+def check_hooks(name, tensor, own=0):
     """`own` is the number of hooks that are ours."""
     if len(tensor._backward_hooks or ()) > own or tensor._post_accumulate_grad_hooks:
         raise ValueError(f"{name} has hooks, which backward would not call; remove them")
@@ -757,15 +836,6 @@ def materialize(device, owner):
         owner.reset_parameters()
 
 
-def tensors_in(output):
-    """Yield the tensors that have a graph, also those in containers."""
-    for leaf in tree_leaves(output):
-        if dataclasses.is_dataclass(leaf):
-            yield from tensors_in(vars(leaf))
-        elif torch.is_tensor(leaf) and leaf.grad_fn is not None:
-            yield leaf
-
-
 def watch_owners(unit):
     """Refuse a backward that reaches a parameter before pre_backward. Cut state dicts."""
 
@@ -779,64 +849,33 @@ def watch_owners(unit):
 
     parameters = [parameter for group in unit.groups for parameter in group.parameters]
     for parameter in parameters:
-        unsharded = parameter.unsharded
-        if unsharded.is_floating_point() or unsharded.is_complex():  # it may be unfrozen later
-            unsharded.requires_grad_().register_hook(check)
+        call_in_backward(check, parameter.unsharded)
     for module in {module for parameter in parameters for module, _ in parameter.owners}:
         module.register_forward_hook(check_outputs)
         module.register_load_state_dict_pre_hook(cut_state_dict)
 
 
-# finish_reduce() must know whether any rank has a gradient. A rank without one sends -0.0. A rank
-# with one sends 0.0 instead. A sum is -0.0 only if all sent -0.0.
-NO_GRADIENT = -0.0
-
-
-def move_gradient(parameter, place):
-    """Move .grad to `place`, or add it to what no_sync() kept there."""
-    collected = parameter.group.collected
-    gradient = parameter.unsharded.grad
-    if gradient is not None:
-        if parameter in collected:
-            gradient = gradient + place
-        # Adding 0.0 turns -0.0 into 0.0. The cast comes first, because it may round to -0.0.
-        torch.add(gradient.to(place.dtype), 0.0, out=place)
-        collected.add(parameter)
-        parameter.unsharded.grad = None
-    elif parameter not in collected:
-        place.fill_(NO_GRADIENT)
-
-
-def sum_in_rank_order(received, shard_size):
-    if received.dtype == torch.float16:
-        received = received.float()  # a sum may exceed 65504, the limit of float16
-    # sum() would begin with 0 and turn -0.0 into 0.0.
-    return functools.reduce(torch.add, received.split(shard_size))
-
-
-def any_rank_has_gradient(parameter, total):
-    if parameter in parameter.group.collected:
-        return True  # the host need not wait for the sum
-    elements = total[parameter.slice].real  # a complex number has no sign bit
-    return not ((elements == 0) & elements.signbit()).all()
+def call_in_backward(function, leaf):
+    if leaf.is_floating_point() or leaf.is_complex():
+        requires_grad = leaf.requires_grad
+        leaf.requires_grad_().register_hook(function)  # it may be unfrozen later
+        leaf.requires_grad_(requires_grad)
 
 
 def check_shards(group):
     """Refuse shards that the user moved or replaced, or changed while they are gathered."""
+    if group.is_gathered and group.version != group.shard._version:  # which misses writes to .data
+        raise RuntimeError("shards changed after the gather; leave keep_unsharded() first")
     memory = group.shard.untyped_storage().data_ptr()
     for parameter in group.parameters:
-        refuse_hooks(name_of(parameter), parameter.sharded, own=1)
-        if group.gather_handle is None:
+        check_hooks(name_of(parameter), parameter.sharded, own=1)
+        if not group.is_gathered:
             module, attribute = parameter.owners[0]
             sharded = module._parameters.get(attribute)
             if sharded is not parameter.sharded or sharded.untyped_storage().data_ptr() != memory:
                 raise ValueError(
                     f"{name_of(parameter)} was moved or replaced; call .to() before fully_shard"
                 )
-    if group.gather_handle is None:
-        group.version = group.shard._version  # autograd's count of the writes, but not to .data
-    elif group.version != group.shard._version:
-        raise RuntimeError("shards changed after the gather; leave keep_unsharded() first")
 
 
 def check_unsharded(group):
@@ -858,7 +897,7 @@ def name_of(parameter):
 NEED_THE_WHOLE = "sum mean norm std var max min expand_as view_as normal_ uniform_ bernoulli_"
 
 
-def refuse_other_uses(parameter, original):
+def watch_leaves(parameter, original):
     """Raise if someone computes with the shard outside its unit, or with the original."""
     name = name_of(parameter)
 
@@ -870,11 +909,8 @@ def refuse_other_uses(parameter, original):
 
     for method in NEED_THE_WHOLE.split():
         setattr(parameter.sharded, method, refuse)
-    for leaf in (parameter.sharded, original):
-        if leaf.is_floating_point() or leaf.is_complex():
-            requires_grad = leaf.requires_grad
-            leaf.requires_grad_().register_hook(refuse)  # it may be unfrozen later
-            leaf.requires_grad_(requires_grad)
+    call_in_backward(refuse, parameter.sharded)
+    call_in_backward(refuse, original)
     original._sharded_parameter = parameter
     if type(original) is nn.Parameter:
         original.__class__ = ReplacedParameter
@@ -894,40 +930,33 @@ class ReplacedParameter(nn.Parameter):
 # After a backward in no_sync(), .grad is NaN, so that zero_grad() has something to clear.
 
 
-def mark_kept_gradients(units):
-    for group in groups_of(units):
-        for parameter in group.collected:
-            sharded = parameter.sharded
-            parameter.has_placeholder = sharded.grad is None
-            if parameter.has_placeholder:
-                sharded.grad = torch.full_like(sharded, torch.nan)
-            parameter.marked = sharded.grad
-            parameter.marked_version = sharded.grad._version
+def mark_kept_gradients(schedule):
+    groups = [group for unit in schedule.units for group in unit.groups]
+    for parameter in [parameter for group in groups for parameter in group.collected]:
+        sharded = parameter.sharded
+        mark = torch.full_like(sharded, torch.nan)
+        schedule.marks.append((parameter, mark, sharded.grad))
+        sharded.grad = mark
 
 
-def drop_zeroed_gradients(units):
+def drop_zeroed_gradients(schedule):
     """Forget what no_sync() kept for parameters whose .grad was cleared since."""
-    for group in groups_of(units):
-        for parameter in list(group.collected):
-            gradient = parameter.sharded.grad
-            if gradient is parameter.marked and gradient._version == parameter.marked_version:
-                if parameter.has_placeholder:
-                    parameter.sharded.grad = None
-                continue
-            if gradient is not None and gradient.any():
-                raise RuntimeError(
-                    f"the gradient of {name_of(parameter)} changed while no_sync() keeps a part of "
-                    "it; clip or unscale after the last backward"
-                )
-            group.collected.remove(parameter)
-            parameter.view(group.gradients).fill_(NO_GRADIENT)
+    for parameter, mark, sent_before in schedule.marks:
+        gradient = parameter.sharded.grad
+        if gradient is mark and mark._version == 0:  # the count of writes to it
+            parameter.sharded.grad = sent_before
+        elif gradient is not None and gradient.any():
+            raise RuntimeError(
+                f"the gradient of {name_of(parameter)} changed while no_sync() keeps a part of it; "
+                "clip or unscale after the last backward"
+            )
+        else:
+            parameter.group.collected.remove(parameter)
+            parameter.view(parameter.group.gradients).fill_(NO_GRADIENT)
+    schedule.marks = []
 
 
-def groups_of(units):
-    return [group for unit in units for group in unit.groups]
-
-
-def refuse_copy(memo):
+def check_is_no_copy(memo):
     """copy.deepcopy(module) calls this."""
     raise RuntimeError("a sharded model cannot be copied; copy it before fully_shard")
 
@@ -978,20 +1007,20 @@ def shard_of(parameter, full):
     group = parameter.group
     unsharded = full.new_empty(len(group.unsharded))
     parameter.view(unsharded).copy_(full)
-    shard = unsharded[group.first :][: group.shard_size]
+    shard = unsharded[group.shard_start :][: group.shard_size]
     return parameter.part_of_shard(shard).clone()
 
 
-def refuse_state_dict(module, prefix, keep_vars):
+def check_is_full_state_dict(module, prefix, keep_vars):
     """Only full_state_dict() sets keep_vars."""
     if not keep_vars:
         raise RuntimeError("the parameters are sharded: call full_state_dict(model) instead")
 
 
 def shards(module, optimizer):
-    """Yield (name, shape of the whole parameter, first, shard, its optimizer state).
+    """Yield (name, shape of the whole parameter, start, shard, its optimizer state).
 
-    `first` is the offset in the flattened parameter. shard_pieces() of checkpoint.py takes these.
+    `start` is the offset in the flattened parameter. shard_pieces() of checkpoint.py takes these.
     Before you load, take a step with all gradients, so that the optimizer has its state.
     """
     for name, sharded in module.named_parameters():
@@ -1002,8 +1031,8 @@ def shards(module, optimizer):
         if not sharded.numel() and parameter.shape.numel():
             # Adam's "step" is too small if only other ranks had gradients.
             state = {}
-        first = max(parameter.group.first - parameter.start, 0)
-        yield name, parameter.shape, first, sharded, state
+        start = max(parameter.group.shard_start - parameter.start_in_unsharded, 0)
+        yield name, parameter.shape, start, sharded, state
 
 
 # --------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from functools import partial
 import pool
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from claims.training import one_device
 from shared import (
@@ -24,6 +25,8 @@ from shared import (
     make_model,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import checkpoint
 import fsdp
@@ -554,6 +557,49 @@ def test_gradients_are_added_in_the_reduce_dtype_and_integers_keep_theirs(
         assert layer.weight.grad.item() == mean
 
 
+class DtypesSent(TorchDispatchMode):
+    """`seen`: (collective, dtype, whether a NaN is sent)."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            name = func._schema.name.removeprefix("c10d::")
+            sent = tree_leaves(args[0] if name == "broadcast_" else args[1])[0]
+            self.seen.add((name, sent.dtype, bool(sent.isnan().any())))
+        return func(*args, **(kwargs or {}))
+
+
+@pool.on(2)
+def test_parameters_are_sent_as_bytes_because_nccl_has_no_16_bit_integers():
+    layer = nn.Linear(3, 3)
+    table = torch.arange(5, dtype=torch.int16)
+    layer.table = nn.Parameter(table + pool.rank(), requires_grad=False)
+    with DtypesSent() as sent:
+        fully_shard(layer)
+        layer(torch.ones(1, 3))
+
+    names = ("_allgather_base_", "broadcast_")
+    dtypes = {dtype for name, dtype, _ in sent.seen if name in names}
+    assert dtypes == {torch.uint8}
+    assert fsdp.full_state_dict(layer)["table"].tolist() == [0, 1, 2, 3, 4]
+
+
+@pool.on(2)
+def test_the_padding_of_gradients_is_no_nan_which_nccl_may_look_for():
+    layer = fully_shard(nn.Linear(3, 3))
+    torch.use_deterministic_algorithms(True)  # fills uninitialized memory with NaN
+    try:
+        with DtypesSent() as sent:
+            layer(torch.ones(1, 3)).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert ("alltoall_base_", torch.float32, False) in sent.seen
+    assert ("alltoall_base_", torch.float32, True) not in sent.seen
+
+
 # ---- Costs, in this process, which is the last of N ranks in a world that moves no data
 
 
@@ -629,6 +675,26 @@ def other_strides(_):
     if pool.rank():
         layer.weight.data = layer.weight.data.T
     fully_shard(layer)
+
+
+def other_group(_):
+    """Ranks 1 to 3 are not in it."""
+    alone = dist.new_group([0])
+    fsdp.fully_shard(nn.Linear(6, 6), process_group=alone)
+    raise ValueError("not in process_group")
+
+
+def one_rank_differs_in_a_grid(_):
+    """The rank's copy of the shards and those beside it have the same error, too."""
+    mesh = init_device_mesh(pool.device().type, (2, 2))
+    layer = nn.Linear(6, 6, bias=pool.rank() < 3)
+    fsdp.fully_shard(layer, mesh=mesh)
+
+
+def copies_differ_in_a_grid(_):
+    mesh = init_device_mesh(pool.device().type, (2, 2))
+    layer = nn.Linear(6, 6, bias=pool.rank() < 2)
+    fsdp.fully_shard(layer, mesh=mesh)
 
 
 def split_parameter(_):
@@ -769,6 +835,9 @@ def forward_after_a_backward_that_raised(unit):
 
 WRONG = {
     other_strides: r"weight: \(6, 6\), stride \(1, 6\)",
+    other_group: "not in process_group",
+    one_rank_differs_in_a_grid: "same model.*bias|same model.*differ",
+    copies_differ_in_a_grid: "same model.*bias",
     split_parameter: "part 1 of a split",
     hook_before_sharding: "bias has hooks",
     tied_to_another_unit: r"second\.weight is tied",
