@@ -82,7 +82,7 @@ from torch.utils._pytree import tree_leaves
 
 
 def send(tensor, peer, group):
-    device = device_to_send_from(tensor.device, group)
+    device = device_to_send_from(tensor.device, group)  # gloo sends from the host's memory
     start_transfer(dist.isend, tensor.to(device), peer, group).wait()
 
 
@@ -336,7 +336,11 @@ def without_unused(message):
 
 def as_tensors(value):
     tensors = value if isinstance(value, tuple) else (value,)
-    check_tensors(tensors)
+    for each in tensors:
+        if not torch.is_tensor(each):
+            raise ValueError(
+                f"inputs, targets and outputs are tensors or tuples of them, not {type(each)}"
+            )
     return tensors
 
 
@@ -364,14 +368,15 @@ class Pipeline(nn.Module):
         is_last: it is the stage's last backward in the step. If stages are FSDP units, give
         `lambda stage, is_last: nullcontext() if is_last else fsdp.no_sync(stage)`.
 
-    If micro-batches have unequal numbers of unmasked tokens, a mean of their means is wrong. Then
-    return sums, and give the number of the tokens in all micro-batches. The loss is sum/num_items:
+    If micro-batches have unequal numbers of unmasked tokens, the mean of their means is wrong. So
+    let loss_fn return a sum, and give the number of unmasked tokens in the batch as num_items. The
+    loss is the sum of all micro-batches divided by num_items:
 
         pipeline = Pipeline(stage, "1f1b", 4, partial(F.cross_entropy, reduction="sum"))
         loss = pipeline.step(inputs, targets, num_items=(targets != -100).sum())
 
-    With data parallelism, count the tokens of all ranks. If the ranks average their gradients, and
-    do not add them up, divide the count by the number of ranks.
+    With data parallelism, count the tokens of all ranks. If they average gradients instead of
+    adding them up, divide this count by the number of ranks.
     """
 
     def __init__(
@@ -399,6 +404,7 @@ class Pipeline(nn.Module):
         dist.all_reduce(torch.zeros(1, device=self._send_device), group=process_group)
 
     def _read_schedule(self, schedule, stages):
+        """Set who runs which actions, in which order."""
         m = self.num_microbatches
         is_name = isinstance(schedule, str)
         facts = [schedule, m, len(stages) if is_name else "any"]
@@ -751,14 +757,6 @@ def check_grad_mode(group, device):
         raise ValueError(f"only {number} ranks have gradients enabled; all or none must")
 
 
-def check_tensors(tensors):
-    for each in tensors:
-        if not torch.is_tensor(each):
-            raise ValueError(
-                f"inputs, targets and outputs are tensors or tuples of them, not {type(each)}"
-            )
-
-
 def check_batch(name, tensors, number):
     shapes = [tuple(tensor.shape) for tensor in tensors]
     found = [len(tensor.chunk(number)) for tensor in tensors]
@@ -774,7 +772,8 @@ def check_metadata(key, metadata, known):
     if metadata != known:
         raise ValueError(
             f"the input of {key} was {known} in the first step, not {metadata}; make a new "
-            "Pipeline for other shapes, dtypes or frozen stages, and use an only input always"
+            "Pipeline for other shapes, dtypes or frozen stages. (If a stage has only one input, "
+            "it must use it for each micro-batch.)"
         )
 
 
