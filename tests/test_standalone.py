@@ -1,5 +1,6 @@
 """Each file works alone, in an empty directory. Its demo can fail. Text, lint, format."""
 
+import ast
 import re
 import shutil
 import subprocess
@@ -91,6 +92,77 @@ def test_the_demos_set_up_is_one_short_text():
     (text,) = texts
     set_up, _, _ = text.partition('if __name__ == "__main__":')
     assert 100 < len(set_up.splitlines()) <= 237
+
+
+# ---- a reader who stops at the end of the technique has read all that runs so far
+
+RULE = "# " + "-" * 98
+LAST = re.compile(r"to\s+section\s+(\d+)\s+for\s+the\s+technique")
+TECHNIQUES = [path for path in sorted(ROOT.glob("*.py")) if LAST.search(path.read_text())]
+NOT_YET = {"expert_parallel.py", "fsdp.py", "lora.py", "muon.py"}
+
+
+def functions_and_classes(text):
+    """Yield (number of its section, node) for each of them, up to the demo."""
+    text, _, _ = text.partition(f"\n{RULE}\n# Demo")
+    titles = list(re.finditer(rf"^{RULE}\n# (\d+)\.", text, re.MULTILINE))
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            line_of = {int(title[1]): text.count("\n", 0, title.start()) for title in titles}
+            before = [number for number, line in line_of.items() if line < node.lineno]
+            yield max(before, default=0), node
+
+
+def names_in(node):
+    """Yield the names in the code, except in methods of one statement: they hand on."""
+    if isinstance(node, ast.Name):
+        yield node.id
+    for child in ast.iter_child_nodes(node):
+        is_method = isinstance(node, ast.ClassDef) and isinstance(child, ast.FunctionDef)
+        if not (is_method and len(child.body) == 1):
+            yield from names_in(child)
+
+
+def called_from_below(text):
+    """Return what the technique calls of the sections after it, without checks."""
+    last = int(LAST.search(text)[1])
+    called = set()
+    below = set()
+    for number, node in functions_and_classes(text):
+        if number > last:
+            below.add(node.name)
+        elif number > 0:
+            called.update(names_in(node))
+    return {name for name in called & below if not name.startswith("check_")}
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("path", TECHNIQUES, ids=lambda path: path.name)
+def test_the_technique_calls_nothing_that_stands_below_it_except_checks(path):
+    if path.name not in NOT_YET:
+        assert called_from_below(path.read_text()) == set()
+
+
+@pytest.mark.cpu
+def test_a_call_of_something_below_is_seen():
+    text = (ROOT / "ddp.py").read_text()
+    changed = text.replace("check_gradient(self, parameter)", "GradBucket(self, parameter)")
+    assert called_from_below(changed) == {"GradBucket"}
+    assert {path.name for path in ALONE} <= {path.name for path in TECHNIQUES}
+
+
+@pytest.mark.cpu
+def test_checks_return_nothing_and_one_of_them_has_one_text():
+    texts = set()
+    for path in TECHNIQUES:
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("check_"):
+                returned = [each.value for each in ast.walk(node) if isinstance(each, ast.Return)]
+                assert not any(returned), f"{path.name}: {node.name} returns something"
+                if node.name == "check_same_on_all_ranks":
+                    texts.add(ast.get_source_segment(text, node))
+    assert len(texts) == 1
 
 
 @pytest.mark.cpu
