@@ -36,7 +36,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 import expert_parallel
 import fsdp
 import tensor_parallel
-from context_parallel import positions, ring_attention
+import torch.nn.functional as F
+from context_parallel import join_sequence, positions, ring_attention
 from flash_attention import flash_attention
 from tensor_parallel import full_state_dict, vocab_parallel_cross_entropy
 """
@@ -94,7 +95,8 @@ def inline(section, function):
 @contextmanager
 def names_for(model, seed=None, **more):
     """What the page's code may use. The default group is that of the body's ranks."""
-    names = {"model": model, "config": model.config, **more}
+    names = {"model": model, "config": model.config, "length": 16, **more}
+    names.setdefault("position_ids", torch.arange(16)[None])
     names["tokens"], names["labels"] = make_batch(pool.rank() if seed is None else seed)
     exec(IMPORTS, names)
     with claims.default_group(pool.group()):
@@ -173,12 +175,47 @@ def test_ring_attention_in_a_model():
     tokens, labels = make_batch(0)
     loss_of(plain, tokens, labels).backward()
     model = make_model("Qwen3")
-    with names_for(model, seed=0, length=16) as names:
+    with names_for(model, seed=0) as names:
         exec(code("Attention"), names)
         own_labels = labels[:, names["here"]]  # as the page says
         loss = F.cross_entropy(names["logits"].flatten(0, 1), own_labels.flatten())
         loss.backward()
         ddp.all_reduce_gradients(model)
+    for found, parameter in zip(model.parameters(), plain.parameters(), strict=True):
+        near(found.grad, parameter.grad)
+
+
+TEXTS = [[5, 3, 8], [10, 1, 5]]  # lengths of the texts that are packed into two sequences
+
+
+def logits_of_each_text(model, tokens):
+    rows = []
+    for row, lengths in zip(tokens, TEXTS, strict=True):
+        texts = row[None].split(lengths, 1)
+        rows.append(torch.cat([model(text).logits for text in texts], 1))
+    return torch.cat(rows)
+
+
+@pool.on(2)
+@pytest.mark.parametrize("name", ["tiles", "ring"])
+def test_a_packed_text_is_computed_as_alone(name):
+    """With the positions of transformers' packing collator."""
+    plain = make_model()
+    model = make_model()
+    tokens, labels = make_batch(0)
+    rows = [torch.cat([torch.arange(length) for length in lengths]) for lengths in TEXTS]
+    expected = logits_of_each_text(plain, tokens)
+    F.cross_entropy(expected.flatten(0, 1), labels.flatten()).backward()
+    with names_for(model, seed=0, position_ids=torch.stack(rows)) as names:
+        exec(code("Attention"), names)
+        here = names["here"]
+        if name == "tiles":
+            here = torch.arange(16)
+            model.set_attn_implementation("tiles")
+            names["logits"] = model(tokens, position_ids=names["position_ids"]).logits
+        F.cross_entropy(names["logits"].flatten(0, 1), labels[:, here].flatten()).backward()
+        ddp.all_reduce_gradients(model)
+    near(names["logits"], expected[:, here])
     for found, parameter in zip(model.parameters(), plain.parameters(), strict=True):
         near(found.grad, parameter.grad)
 
@@ -189,7 +226,7 @@ def test_flash_attention_in_a_model():
     model = make_model()
     dropout = make_model(attention_dropout=0.1)
     windows = make_model("Gemma2", head_dim=8, sliding_window=4)
-    with names_for(model, length=16) as names:
+    with names_for(model) as names:
         tokens = names["tokens"]
         expected = model(tokens).logits
         exec(code("Attention"), names)
