@@ -113,63 +113,64 @@ def sent(runs):
 
 
 def schedules(p=4, m=8):
-    """The five schedules as they were simulated: a backward takes as long as two forwards."""
-    figure, all_axes = plt.subplots(5, 1, figsize=(9, 8.2), sharex=True)
+    """The five schedules as they were simulated: a backward takes as long as two forwards.
+
+    This SVG is written here, with one path per color. matplotlib's has an element per action, and
+    20 times the bytes.
+    """
     colors = {"F": BLUE, "B": ORANGE, "I": ORANGE, "W": GREEN}
-    for axes, name in zip(all_axes, pipeline.SCHEDULES, strict=True):
+    parts = []
+    for panel, name in enumerate(pipeline.SCHEDULES):
         v = 2 if name == "interleaved_1f1b" else 1
+        cost = {kind: cost / v for kind, cost in pipeline.COST.items()}
         schedule = pipeline.build_schedule(name, p, m, v)
-        times = pipeline.simulate(
-            schedule, {kind: cost / v for kind, cost in pipeline.COST.items()}
-        )
+        times = pipeline.simulate(schedule, cost)
+        peak = max(times.peak_activations)
+        idle = f"idle {times.bubble_fraction:.0%}"
+        top = 105 * panel + 20
+        title = f"{name}: {idle}, activations of at most {peak} forwards"
+        parts.append(label(title, [LEFT], top - 6, GREY, 13))
+        boxes = {}  # (color, opacity) -> a path of rectangles
         for rank, actions in enumerate(schedule):
+            y = top + 20 * rank
+            parts.append(label(f"rank {rank}", [4], y + 12.5, GREY, 11))
+            digits = {}  # left side -> the number of a micro-batch, where it has room
             for action in actions:
                 ((stage, kind, number),) = pipeline.parse([action])
-                start, width = times.start[action], times.end[action] - times.start[action]
-                axes.barh(
-                    rank,
-                    width,
-                    left=start,
-                    color=colors[kind],
-                    alpha=1 if stage < p else 0.65,
-                    ec="white",
-                    lw=0.4,
-                )
-                if width >= 1:
-                    axes.text(
-                        start + width / 2,
-                        rank,
-                        number,
-                        ha="center",
-                        va="center",
-                        fontsize=7,
-                        color="white",
-                    )
-        peak = max(times.peak_activations)
-        axes.set_title(
-            f"{name}: idle {times.bubble_fraction:.0%}, activations of at most {peak} forwards",
-            loc="left",
-            fontsize=10,
-        )
-        axes.set_yticks(range(p), [f"rank {rank}" for rank in range(p)], fontsize=8)
-        axes.invert_yaxis()
-    labels = {
-        "F": "forward",
-        "B": "backward (zero bubble: for the input)",
-        "W": "backward for the weights",
-    }
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colors[kind]) for kind in labels]
-    figure.legend(
-        handles,
-        labels.values(),
-        frameon=False,
-        ncols=3,
-        loc="lower center",
-        bbox_to_anchor=(0.5, 0.0),
-    )
-    all_axes[-1].set_xlabel("time, in forwards of a stage; lighter: a rank's second stage")
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
-    save(figure, "pipeline")
+                x = LEFT + UNIT * times.start[action]
+                width = UNIT * cost[kind]
+                key = colors[kind], 1 if stage < p else 0.65
+                box = f"M{x:g} {y}h{width:g}v17h{-width:g}z"
+                boxes[key] = boxes.get(key, "") + box
+                if cost[kind] >= 1:
+                    digits[x + width / 2 - 2.8] = str(number)
+            parts.append(label("".join(digits.values()), digits, y + 12, "#fff", 9))
+        for (color, opacity), path in boxes.items():
+            stroke = 'stroke="#fff" stroke-width=".5"'
+            shape = f'<path d="{path}" fill="{color}" opacity="{opacity}" {stroke}/>'
+            parts.insert(0, shape)  # below the numbers
+    bottom = 105 * len(pipeline.SCHEDULES) + 15
+    names = {BLUE: "forward", ORANGE: "backward (zero bubble: for the input)"}
+    names[GREEN] = "backward for the weights"
+    legend = [f'<tspan fill="{color}">■</tspan> {name}' for color, name in names.items()]
+    parts.append(label("&#160; ".join(legend), [LEFT], bottom, GREY, 12))
+    note = "from left to right: time; pale: a rank's second stage; numbers: micro-batches"
+    parts.append(label(note, [LEFT], bottom + 17, GREY, 12))
+    width = LEFT + UNIT * 3 * p * m + 4  # naive takes longest: a micro-batch after the other
+    height = bottom + 25
+    style = f'width="{width:g}" viewBox="0 0 {width:g} {height}" font-family="sans-serif"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {style}>'
+    (DOCS / "pipeline.svg").write_text("\n".join([head, *parts, "</svg>\n"]))
+
+
+LEFT = 50  # of the picture is for the names of ranks
+UNIT = 6.5  # the width of a forward
+
+
+def label(text, xs, y, color, size):
+    """Text at xs[0], or a character at each x."""
+    x = " ".join(f"{x:g}" for x in xs)
+    return f'<text x="{x}" y="{y:g}" fill="{color}" font-size="{size}">{text}</text>'
 
 
 def bars(axes, row, text, colors):
