@@ -301,8 +301,8 @@ def each_document(
         return attend(q, k, v, scale=scale)
     if not documents.shape == q.shape[::2] == k.shape[::2]:  # (B, S)
         raise ValueError(
-            f"documents {tuple(documents.shape)}: must be integers (B, S), one for each token of "
-            f"q {tuple(q.shape)} and of k {tuple(k.shape)}"
+            f"documents {tuple(documents.shape)}: one integer for each token, (B, S), and as many "
+            f"tokens in q {tuple(q.shape)} as in k {tuple(k.shape)}"
         )
     outputs = []
     # split(), because in backward each slice would write zeros for the whole sequence.
@@ -428,7 +428,7 @@ def check_inputs(q, k, v, causal, block_size):
         )
     H = q.shape[1]
     Hkv = k.shape[1]
-    if Hkv == 0 or H % Hkv:
+    if not Hkv or H % Hkv:
         raise ValueError(f"q has {H} heads, which is not a multiple of the {Hkv} heads of k and v")
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise ValueError(f"q {q.dtype}, k {k.dtype}, v {v.dtype}: must be one floating-point dtype")

@@ -22,7 +22,19 @@ def consecutive(x, groups):
 
 def renumbered(documents):
     """Where the number changes, a document ends: 1 0 1 are three."""
-    return F.pad(documents.diff(dim=1) != 0, (1, 0)).cumsum(1)
+    ends = documents.diff(dim=1) != 0
+    return F.pad(ends, (1, 0)).cumsum(1)
+
+
+def is_later(scores, offset):
+    first_hidden = offset(*scores.shape[2:]) + 1
+    return torch.ones_like(scores, dtype=torch.bool).triu(first_hidden)
+
+
+def differ(ids):
+    """Whether a query and a key are of different documents: (batch, 1, queries, keys)."""
+    differences = ids[:, :, None] != ids[:, None, :]
+    return differences[:, None]
 
 
 def plain_attention(
@@ -31,23 +43,21 @@ def plain_attention(
     v,
     causal=False,
     scale=None,
+    documents=None,
     *,
     offset=from_the_end,  # of the causal mask's diagonal
     largest=largest_of,  # what is subtracted from the scores
     rescale=torch.mul,  # the running sum, when the maximum grows
     least=1.0,  # the smallest sum to divide by
     share=consecutive,  # heads of keys among heads of queries
-    documents=None,
     number=renumbered,
 ):
     """Online softmax over blocks of 64 keys. Autograd keeps all blocks."""
     k, v = (share(x, q.shape[1] // x.shape[1]) for x in (k, v))
     scores = q @ k.mT * (q.shape[3] ** -0.5 if scale is None else scale)
-    first_hidden = offset(*scores.shape[2:]) + 1
-    hidden = torch.ones_like(scores, dtype=torch.bool).triu(first_hidden) & causal
+    hidden = is_later(scores, offset) & causal
     if documents is not None:
-        ids = number(documents)
-        hidden |= (ids[:, :, None] != ids[:, None, :])[:, None]
+        hidden = hidden | differ(number(documents))
     blocks = scores.masked_fill(hidden, -torch.inf).split(64, 3)
     m = torch.tensor(-1e300, dtype=torch.float64)  # the running maximum
     l = torch.zeros(())  # the running sum of exponentials
@@ -80,7 +90,8 @@ merges_equal_ids = partial(plain_attention, number=lambda ids: ids)
 
 
 def without_padding(documents):
-    return renumbered(documents).double().masked_fill(documents < 0, torch.nan)  # equals no id
+    ids = renumbered(documents).double()
+    return ids.masked_fill(documents < 0, torch.nan)  # which equals no id
 
 
 # The rows of padding are -inf alone, so they are 0/0.
