@@ -43,7 +43,6 @@ import os
 import signal
 import sys
 import time
-import weakref
 from collections import Counter
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -61,7 +60,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import FlopCounterMode
 
 # --------------------------------------------------------------------------------------------------
 # 1. The idea, for a function of one tensor that requires a gradient. torch.autograd.grad does not
@@ -170,12 +168,14 @@ class Segment:
         ]
         self.modes = _get_current_function_mode_stack()  # such as amp.py's autocast
         self.kinds = []  # shape, dtype and device of each tensor that forward saved
+        self.saved = []  # for each of them: the operator that saved it, requires_grad
         self.recomputed = {}  # number -> tensor of the second run, until backward uses it
         self.kept = {}  # the outputs that the policy keeps (section 3)
 
     def pack(self, tensor):
         """Autograd calls this with each tensor that it would save. It saves the number instead."""
         self.kinds.append(kind_of(tensor))
+        self.saved.append((current_operator(), tensor.requires_grad))
         return len(self.kinds) - 1
 
     def unpack(self, number):
@@ -215,7 +215,8 @@ class Segment:
         number = len(self.recomputed)
         if number < len(self.kinds):  # else the function has caught Complete, and goes on
             self.recomputed[number] = tensor
-        if number + 1 >= len(self.kinds):
+        is_last = number + 1 == len(self.kinds)
+        if number == len(self.kinds) or (is_last and not may_fill(self.saved)):
             raise Complete
         return tensor
 
@@ -226,6 +227,23 @@ class Complete(BaseException):
 
 def kind_of(tensor):
     return tensor.shape, tensor.dtype, tensor.device
+
+
+def current_operator():
+    """Return a number that is the same for all tensors that one operator saves."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def may_fill(saved):
+    """Return whether the last operator may write into a tensor that autograd has saved already.
+
+    Autograd saves inputs before the operator runs. RReLU fills one of them, its noise. That is a
+    tensor that needs no gradient, beside one that needs a gradient.
+    """
+    last = saved[-1][0]
+    return {True, False} == {
+        requires_grad for operator, requires_grad, *_ in saved if operator == last
+    }
 
 
 # --------------------------------------------------------------------------------------------------
@@ -251,7 +269,7 @@ class Keep(TorchDispatchMode):
         if func is torch.ops.aten._unsafe_view.default:  # a part of matmul
             with shared_versions():  # otherwise a change in place of the view would go unnoticed
                 return args[0].view(args[1])
-        if func.namespace == "c10d":
+        if func.namespace == "c10d" or writes_silently(func):
             self.forget(args)
             return func(*args, **kwargs)
         # Views and changes in place always run. So do casts, because autocast casts a weight once:
@@ -271,7 +289,7 @@ class Keep(TorchDispatchMode):
         return outputs
 
     def forget(self, arguments):
-        """Keep no argument of a collective, which may write into it without a new version."""
+        """Keep no argument of an operator that writes into one without a new version."""
         written = storages_of(arguments)
         for call, (outputs, *_) in list(self.kept.items()):
             if written & storages_of(outputs):
@@ -299,6 +317,12 @@ def detached(outputs):
 def shared_versions():
     """A context in which views share version counters. A dispatch mode excludes this key."""
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
+
+
+@functools.cache
+def writes_silently(operator):
+    """Return whether an argument is changed in place but not returned, as _foreach_add_ does it."""
+    return operator._schema.is_mutable and not shares_memory(operator)
 
 
 @functools.cache
@@ -334,21 +358,46 @@ def run_layers(layers, x):
 def offload_to_cpu():
     """A context that keeps the tensors saved for backward in host memory, weights included.
 
-    Copies from and to a GPU are asynchronous.
+    Copies from and to a GPU are asynchronous, but for sparse tensors.
     """
-    with saved_tensors_hooks(copy_to_host, copy_back):
-        yield
+    saved = []  # by the last operator: (its number, requires_grad, the tensor, its version, copy)
+
+    def pack(tensor):
+        operator = current_operator()
+        if saved and saved[0][0] != operator:
+            copy_again()
+        # A CPU tensor is copied too, because it may be changed in place before backward.
+        host = copy_to_host(tensor)
+        saved.append((operator, tensor.requires_grad, tensor, tensor._version, host))
+        return host, tensor.device
+
+    def unpack(packed):
+        copy_again()
+        host, device = packed
+        return host.to(device, non_blocking=True)
+
+    def copy_again():  # what the operator may have filled, now that it has run
+        is_filled = saved and may_fill(saved)
+        for _, requires_grad, tensor, version, host in saved:
+            # A new version is a change in place by the caller, after the operator.
+            if is_filled and not requires_grad and tensor._version == version:
+                host.copy_(tensor, non_blocking=True)
+        saved.clear()
+
+    with saved_tensors_hooks(pack, unpack):
+        try:
+            yield
+        finally:
+            copy_again()
 
 
 def copy_to_host(tensor):
-    # A CPU tensor is copied too, because it may be changed in place before backward.
+    if tensor.layout != torch.strided:  # sparse: it has no strides, and cannot be pinned
+        return tensor.to("cpu", copy=True)
     host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-    return host.copy_(tensor, non_blocking=True), tensor.device
-
-
-def copy_back(packed):
-    host, device = packed
-    return host.to(device, non_blocking=True)
+    if host.stride() != tensor.stride():  # from other strides, the copy would not be asynchronous
+        tensor = tensor.clone()
+    return host.copy_(tensor, non_blocking=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -377,8 +426,7 @@ def main():
 
     demo.train(step, lambda: ([parameter.grad for parameter in parameters], parameters))
     sent = 2 * held_bytes(parameters) * (demo.ranks - 1) / demo.ranks
-    status = demo.report(held(parameters, optimizer), "2Ψ(N-1)/N", sent)
-    return status if demo.args.idea else max(status, compare_ways(demo))
+    return demo.report(held(parameters, optimizer), "2Ψ(N-1)/N", sent)
 
 
 def run_naively(model, tokens):
@@ -386,138 +434,6 @@ def run_naively(model, tokens):
     for layer in model[1:]:
         x = NaiveCheckpoint.apply(layer, x)
     return x
-
-
-def compare_ways(demo, l=8, h=128, a=8, s=128, b=1):
-    """Print what each way keeps and computes. Return the exit status."""
-    demo.show(
-        f"{l} layers in bf16, 5as/h = {5 * a * s // h}. Bytes kept for backward: measured = formula"
-    )
-    demo.show(
-        "Operations per token: 6Ψ for the weights, 1Ψ for attention, and what backward repeats"
-    )
-    layers, x = transformer_layers(l, h, a, s, b, demo.device)
-    inside = 34 + 5 * a * s / h  # what a layer keeps, in units of sbh bytes
-    segments = 4
-    ways = {  # name -> how to run the layers, and the formula for the bytes kept
-        "none": (run_layers, inside * l),
-        f"{segments} segments": (
-            functools.partial(run_in_segments, segments=segments),
-            2 * (segments - 1) + inside * l / segments,
-        ),
-        "every layer": (run_checkpointed, 2 * l),
-        "selective": (functools.partial(run_checkpointed, policy=keep_products), 20 * l),
-    }
-    expected = None
-    differs = False
-    for name, (run, formula) in ways.items():
-        kept, operations, gradients = measure(run, layers, x)
-        ms = 1e3 * time_step(run, layers, x)
-        expected = expected or gradients
-        same = all(map(torch.equal, gradients, expected))
-        differs = differs or not same
-        kept_line = f"kept {kept / (s * b * h):6.1f} sbh = {formula:4.0f}"
-        operations /= s * b * 12 * h * h * l  # Ψ = 12h²l
-        line = f"{name:12} {kept_line}   operations {operations:.2f}Ψ   {ms:4.0f} ms"
-        demo.show(f"{line}   gradients {'bitwise equal' if same else 'DIFFER'}")
-    return int(differs)
-
-
-def keep_products(operator, *args, **kwargs):
-    """A policy: keep nn.Linear's outputs. Attention's products are large but cheap."""
-    return operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-
-
-def run_in_segments(layers, x, segments):
-    return checkpoint_sequential(layers, segments, x)
-
-
-def run_checkpointed(layers, x, policy=None):
-    for each in layers:
-        x = checkpoint(each, x, policy=policy)
-    return x
-
-
-class TransformerLayer(nn.Module):
-    """A Block with dropout that holds attention's weights in memory, as in Korthikanti et al.
-
-    run_core(attention, q, k, v) may checkpoint the core of attention.
-    """
-
-    def __init__(self, block, run_core=None):
-        super().__init__()
-        self.block = block
-        self.run_core = run_core or run_plainly
-
-    def forward(self, x):
-        block = self.block
-        q, k, v = map(block.split_heads, block.qkv(block.norm1(x)).chunk(3, -1))
-        y = self.run_core(attention, q, k, v).transpose(1, 2).flatten(2)
-        x = x + dropout(block.proj(y))
-        return x + dropout(block.linear2(F.gelu(block.linear1(block.norm2(x)))))
-
-
-def run_plainly(function, *args):
-    return function(*args)
-
-
-def attention(q, k, v):  # (batch, heads, time, head_dim)
-    future = q.new_full((q.shape[2], q.shape[2]), -torch.inf).triu(1)
-    weights = (q @ k.mT * q.shape[-1] ** -0.5 + future).softmax(-1)
-    return dropout(weights) @ v
-
-
-def dropout(x):
-    # This mask takes a byte per element. On a CPU, F.dropout's mask has the dtype of x.
-    return torch.native_dropout(x, p=0.1, train=True)[0]
-
-
-def transformer_layers(l, h, a, s, b, device, run_core=None):
-    """Return l layers in bf16 and an input for them, (b, s, h)."""
-    # Without the embedding, the last norm and the last linear layer.
-    blocks = language_model(h, a, l).to(device, torch.bfloat16)[1:-2]
-    layers = nn.ModuleList(TransformerLayer(block, run_core) for block in blocks)
-    return layers, torch.randn(b, s, h, dtype=torch.bfloat16, device=device)
-
-
-def measure(run, layers, x):
-    """Return the bytes that run(layers, x) keeps, a step's operations, and the gradients."""
-    layers.zero_grad()
-    torch.manual_seed(0)
-    with FlopCounterMode(display=False) as flops, Alive() as alive:
-        y = run(layers, x)
-        kept = alive.bytes()
-        y.sum().backward()
-    return kept, flops.get_total_flops(), [parameter.grad for parameter in layers.parameters()]
-
-
-def time_step(run, layers, x):
-    layers.zero_grad()
-    if x.is_cuda:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    run(layers, x).sum().backward()
-    if x.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-class Alive(TorchDispatchMode):
-    """The memory of the tensors that are computed in this context and still exist."""
-
-    def __init__(self):
-        super().__init__()
-        self.storages = weakref.WeakSet()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        outputs = func(*args, **(kwargs or {}))
-        if not shares_memory(func):
-            tensors = filter(torch.is_tensor, tree_leaves(outputs))
-            self.storages.update(tensor.untyped_storage() for tensor in tensors)
-        return outputs
-
-    def bytes(self):
-        return sum(storage.nbytes() for storage in self.storages)
 
 
 # --------------------------------------------------------------------------------------------------

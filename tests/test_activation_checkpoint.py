@@ -1,6 +1,8 @@
 """activation_checkpoint.py beyond its claims: what it keeps and what it computes."""
 
 import gc
+import weakref
+from contextlib import nullcontext
 from functools import partial
 
 import pool
@@ -11,6 +13,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from claims.activation_checkpoint import plainly
 from shared import loss_of, make_batch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 import activation_checkpoint as ac
 
@@ -43,7 +48,15 @@ def keep_all(operator, *args, **kwargs):
     return True
 
 
-selective = partial(ac.checkpoint, policy=ac.keep_products)
+PRODUCTS_OF_LINEAR = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+def keep_products(operator, *args, **kwargs):
+    """A policy: keep nn.Linear's outputs. Attention's products are large but cheap."""
+    return operator in PRODUCTS_OF_LINEAR
+
+
+selective = partial(ac.checkpoint, policy=keep_products)
 offloading = ac.offload_to_cpu()
 keeping_all = partial(ac.checkpoint, policy=keep_all)
 HOW = {
@@ -72,6 +85,27 @@ def test_outputs_gradients_and_next_random_numbers_are_bitwise_those_without(how
     torch.testing.assert_close(results_of(HOW[how]), expected, rtol=0, atol=0)
 
 
+class Alive(TorchDispatchMode):
+    """The memory of the tensors that are computed in this context and still exist."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        outputs = func(*args, **kwargs)
+        if ac.shares_memory(func):
+            return outputs
+        for output in tree_leaves(outputs):
+            if torch.is_tensor(output):
+                self.storages.add(output.untyped_storage())
+        return outputs
+
+    def bytes(self):
+        return sum(storage.nbytes() for storage in self.storages)
+
+
 KEPT = {"full": 3, "one in another": 1, "products": 6 + 3}  # tensors of the output's size
 
 
@@ -81,7 +115,7 @@ def test_no_more_is_kept_from_forward_to_backward_and_nothing_after(how):
     layers = make_layers()
     x = make_batch(0, 0).requires_grad_()
     gc.disable()  # freed by reference counts alone
-    with ac.Alive() as alive:
+    with Alive() as alive:
         y = HOW[how](layers, x)
         kept = alive.bytes()
         assert kept == KEPT[how] * y.nbytes
@@ -93,6 +127,130 @@ def test_no_more_is_kept_from_forward_to_backward_and_nothing_after(how):
         del y, loss, gradients
         assert alive.bytes() == 0
     gc.enable()
+
+
+def noise_of_the_caller(x):
+    return torch._C._nn.rrelu_with_noise(x, torch.empty_like(x), 0.1, 0.3, True)
+
+
+class FillsWhatItSaves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, noise):
+        ctx.save_for_backward(noise)
+        return x * noise.uniform_()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (noise,) = ctx.saved_tensors
+        return gradient * noise, None
+
+
+FILLS = {  # a tensor that autograd has saved, or may have saved
+    "rrelu in place": lambda x: F.rrelu_(x + 0, training=True),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "noise of the caller": noise_of_the_caller,
+    "a function": lambda x: FillsWhatItSaves.apply(x, torch.empty_like(x)),
+    "dropout": nn.Dropout(),
+    "alpha dropout": nn.AlphaDropout(),
+    "batch norm": nn.BatchNorm1d(6),
+}
+AROUND = {
+    "checkpoint": ac.checkpoint,
+    "two checkpoints": partial(ac.checkpoint, ac.checkpoint),
+    "policy": keeping_all,
+    "offload": offloading(plainly),
+}
+
+
+@pytest.mark.parametrize("how", AROUND)
+@pytest.mark.parametrize("name", FILLS)
+def test_gradients_are_right_if_an_operator_fills_what_autograd_has_saved(name, how):
+    layer = nn.Sequential(nn.Linear(6, 6), nn.Identity())
+    layer[1].forward = FILLS[name]
+    gradients = []
+    for run in (plainly, AROUND[how]):
+        torch.manual_seed(0)
+        x = torch.ones(4, 6)
+        y = run(layer, x)
+        junk = [torch.full((4, 6), 7.0) for _ in range(50)]  # in memory that is free
+        del junk
+        loss = y.square().sum()
+        gradients += torch.autograd.grad(loss, layer[0].weight)
+    assert torch.equal(*gradients)
+
+
+def test_gradients_inside_the_context_of_offload_are_right():
+    x = torch.ones(50, requires_grad=True)
+    gradients = []
+    for context in (nullcontext(), ac.offload_to_cpu()):
+        torch.manual_seed(0)
+        with context:
+            y = F.rrelu(x, training=True)
+            gradients += torch.autograd.grad(y.sum(), x)
+    assert torch.equal(*gradients)
+
+
+def test_offload_keeps_what_a_tensor_was_when_it_was_saved():
+    weight = torch.ones(2, 1, 1)  # frozen, and saved beside x
+    x = torch.ones(1, 1, 3, requires_grad=True)
+    with ac.offload_to_cpu():
+        y = F.conv1d(x, weight)
+        weight.zero_()
+    y.sum().backward()
+    assert x.grad.tolist() == [[[2.0, 2.0, 2.0]]]
+
+
+class Copies(TorchDispatchMode):
+    """Pairs of tensors: where to, where from."""
+
+    def __init__(self):
+        super().__init__()
+        self.pairs = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.copy_.default:
+            self.pairs.append(args[:2])
+        return func(*args, **kwargs)
+
+
+def test_offload_copies_between_tensors_of_the_same_strides():
+    """Else CUDA copies through memory that is not pinned, and the host waits."""
+    qkv = torch.randn(2, 5, 3 * 4, requires_grad=True)
+    q, k, v = qkv.unflatten(-1, (3, 2, 2)).permute(2, 0, 3, 1, 4)
+    with Copies() as copies, ac.offload_to_cpu():
+        y = F.scaled_dot_product_attention(q.exp(), k.sin(), v.cos())
+    assert copies.pairs
+    assert all(host.stride() == tensor.stride() for host, tensor in copies.pairs)
+    y.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+def test_offload_takes_sparse_tensors(layout):
+    matrix = torch.eye(3).to_sparse(layout=layout)
+    x = torch.ones(3, 2, requires_grad=True)
+    with ac.offload_to_cpu():
+        y = torch.sparse.mm(matrix, x)
+    y.sum().backward()
+    assert (x.grad == 1).all()
+
+
+def test_a_kept_output_that_is_changed_silently_is_computed_again():
+    """_foreach_add_ returns nothing, and does not count as a change."""
+    weight = torch.randn(6, 6, requires_grad=True)
+
+    def function(x):
+        y = x @ weight
+        torch._foreach_add_([y.detach()], 1.0)
+        return y.sin()
+
+    gradients = []
+    for how in (plainly, selective, keeping_all):
+        y = how(function, torch.ones(4, 6))
+        gradients += torch.autograd.grad(y.sum(), weight)
+    assert torch.equal(gradients[0], gradients[1])
+    assert torch.equal(gradients[0], gradients[2])
 
 
 def odd(x):
@@ -121,7 +279,7 @@ def test_without_preserve_rng_state_the_second_run_draws_anew():
 
 def test_the_second_run_ends_when_backward_has_what_it_needs():
     weight = torch.randn(6, 6, requires_grad=True)
-    with ac.FlopCounterMode(display=False) as flops:
+    with FlopCounterMode(display=False) as flops:
         y = ac.checkpoint(lambda x: torch.sin(x @ weight) @ weight, torch.randn(4, 6))
         y.sum().backward()
     forward = 2
@@ -160,9 +318,58 @@ def test_a_policy_that_keeps_all_is_right_if_autocast_has_cast_a_weight_before()
 
 def test_3_segments_of_7_layers_keep_2_tensors_and_those_of_3_layers():
     x = torch.zeros(1, requires_grad=True)
-    with ac.Alive() as alive:
+    with Alive() as alive:
         y = ac.checkpoint_sequential([torch.sin] * 7, 3, x)
     assert alive.bytes() == (2 + 3) * y.nbytes
+
+
+# ---- the table of the docstring
+
+
+def run_checkpointed(layers, x, policy=None):
+    for each in layers:
+        x = ac.checkpoint(each, x, policy=policy)
+    return x
+
+
+def two_segments(layers, x):
+    return ac.checkpoint_sequential(layers, 2, x)
+
+
+class TransformerLayer(nn.Module):
+    """A Block with dropout that holds attention's weights in memory, as in Korthikanti et al.
+
+    run_core(attention, q, k, v) may checkpoint the core of attention.
+    """
+
+    def __init__(self, block, run_core=None):
+        super().__init__()
+        self.block = block
+        self.run_core = run_core or plainly
+
+    def forward(self, x):
+        block = self.block
+        qkv = block.qkv(block.norm1(x))
+        q, k, v = map(block.split_heads, qkv.chunk(3, -1))
+        y = self.run_core(attention, q, k, v)
+        y = block.proj(y.transpose(1, 2).flatten(2))
+        x = x + dropout(y)
+        hidden = block.linear1(block.norm2(x))
+        y = block.linear2(F.gelu(hidden))
+        return x + dropout(y)
+
+
+def attention(q, k, v):  # (batch, heads, time, head_dim)
+    tokens, width = q.shape[2:]
+    future = q.new_full((tokens, tokens), -torch.inf).triu(1)
+    scores = q @ k.mT * width**-0.5
+    weights = (scores + future).softmax(-1)
+    return dropout(weights) @ v
+
+
+def dropout(x):
+    # This mask takes a byte per element. On a CPU, F.dropout's mask has the dtype of x.
+    return torch.native_dropout(x, p=0.1, train=True)[0]
 
 
 s = 32  # tokens
@@ -173,11 +380,12 @@ l = 4  # layers
 INSIDE = 34 + 5 * a * s / h  # bytes that a layer keeps, in units of sbh, as all below
 PRODUCTS = 12 * h * h + 2 * s * h  # operations of a layer's forward per token
 COPIES = 2 + 24 * h / (s * b) * l  # offload also copies the first input and the weights
-products = partial(ac.run_checkpointed, policy=ac.keep_products)
+products = partial(run_checkpointed, policy=keep_products)
 WAYS = {  # how to run, how to run attention's core, bytes kept, operations computed again
     "the core of attention": (ac.run_layers, ac.checkpoint, 34 * l, s * h * l),
     "all but linear layers": (products, plainly, 20 * l, 2 * s * h * l),
-    "each layer": (ac.run_checkpointed, plainly, 2 * l, PRODUCTS * l),
+    "each layer": (run_checkpointed, plainly, 2 * l, PRODUCTS * l),
+    "2 segments": (two_segments, plainly, 2 + INSIDE * l / 2, PRODUCTS * l / 2),
     "offload": (offloading(ac.run_layers), plainly, INSIDE * l + COPIES, 0),
 }
 
@@ -186,11 +394,17 @@ WAYS = {  # how to run, how to run attention's core, bytes kept, operations comp
 def test_a_transformer_layer_keeps_the_bytes_of_the_docstring(way):
     """But for the statistics of LayerNorm, 4 numbers a token, and copies of biases and norms."""
     run, run_core, formula, again = WAYS[way]
-    layers, x = ac.transformer_layers(l, h, a, s, b, "cpu", run_core)
-    kept, operations, _ = ac.measure(run, layers, x)
+    model = ac.language_model(h, a, l).bfloat16()
+    blocks = model[1:-2]  # without the embedding, the last norm and the last linear layer
+    layers = nn.ModuleList(TransformerLayer(block, run_core) for block in blocks)
+    x = torch.randn(b, s, h, dtype=torch.bfloat16)
+    with FlopCounterMode(display=False) as flops, Alive() as alive:
+        y = run(layers, x)
+        kept = alive.bytes()
+        y.sum().backward()
     few = l * (16 * s * b + 8 * h)
     assert abs(kept - formula * s * b * h) <= few
-    assert operations == 2 * s * b * (3 * PRODUCTS * l + again)
+    assert flops.get_total_flops() == 2 * s * b * (3 * PRODUCTS * l + again)
 
 
 @pool.on(2)
