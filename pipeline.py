@@ -388,7 +388,6 @@ class Pipeline(nn.Module):
         self.num_microbatches = num_microbatches
         self.loss_fn = loss_fn
         self.backward_context = backward_context
-        self.device = device_of(stages, process_group)
         self._group = process_group
         self._rank = dist.get_rank(process_group)
         self._read_schedule(schedule, stages)
@@ -399,12 +398,13 @@ class Pipeline(nn.Module):
         self._weights = set(self.parameters())  # W computes gradients of these only
         self._sends = collections.deque()  # (message, works)
         self._metadata = {}  # for metadata_of()
+        self.device = device_of(stages, process_group)
         self._send_device = device_to_send_from(self.device, process_group)
         # All ranks must join the first call to an NCCL group. A transfer has only two.
         dist.all_reduce(torch.zeros(1, device=self._send_device), group=process_group)
 
     def _read_schedule(self, schedule, stages):
-        """Set who runs which actions, in which order."""
+        """Set who runs which actions, and in which order."""
         m = self.num_microbatches
         is_name = isinstance(schedule, str)
         facts = [schedule, m, len(stages) if is_name else "any"]

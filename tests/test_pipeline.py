@@ -333,7 +333,8 @@ def test_an_input_that_only_some_micro_batches_use_has_the_gradient_of_those(nam
     """If none does, its layer has no gradient, as on one device, and weight decay leaves it."""
     run = make_run(Sometimes, name, 2)
     both = nn.ModuleList([run.stages, run.plain])
-    optimizer = torch.optim.AdamW(both.parameters(), lr=0.1, weight_decay=0.1)
+    parameters = both.parameters()
+    optimizer = torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1)
     for step in range(8):
         inputs, targets = make_batch(step, 4)
         x = inputs.requires_grad_()
@@ -372,7 +373,8 @@ def train_on_unequal_numbers_of_tokens(name, loss_fn, num_items):
         expected.backward()
         mean = expected.detach() if run.has_last else None
         assert_equal(loss, mean, exact=False)
-        for stage, number in zip(run.stages, run.own, strict=True):
+        pairs = zip(run.stages, run.own, strict=True)
+        for stage, number in pairs:
             assert_same_parameters(stage, run.plain[number], exact=False)
 
 
@@ -385,6 +387,26 @@ def test_with_num_items_all_tokens_of_a_batch_count_alike(name):
 @pool.on(3)
 def test_num_items_may_be_a_tensor():
     train_on_unequal_numbers_of_tokens("1f1b", sum_over_tokens, torch.tensor(4))
+
+
+@pool.on(2)
+def test_data_parallel_ranks_count_the_tokens_of_all():
+    """They average gradients, so each divides by half of the tokens."""
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    plain = Layer().double()
+    stage = copy.deepcopy(plain)
+    inputs = randn((8, 6))
+    targets = torch.full([8], -100)
+    targets[2:5] = torch.arange(3)  # rank 0 has two of them, rank 1 has one
+    loss = F.cross_entropy(plain(inputs), targets)
+    loss.backward()
+
+    ours = Pipeline(stage, "1f1b", 2, sum_over_tokens, alone)
+    my_inputs = inputs.chunk(2)[pool.rank()]
+    my_targets = targets.chunk(2)[pool.rank()]
+    ours.step(my_inputs, my_targets, num_items=3 / 2)
+    ddp.all_reduce_gradients(stage, pool.group())
+    assert_same_parameters(stage, plain, exact=False)
 
 
 @pool.on(1, 3)
@@ -583,6 +605,12 @@ def test_wrong_arguments_are_an_error_on_every_rank(why):
     layers = [Layer() for _ in range(stages[rank])]
     with pytest.raises(ValueError, match=words):
         make_pipeline(layers, schedules[rank])
+
+
+@pool.on(1)
+def test_a_rank_outside_of_the_group_is_told():
+    with pytest.raises(ValueError, match="not in process_group"):
+        Pipeline(Layer(), "1f1b", 4, F.mse_loss, dist.GroupMember.NON_GROUP_MEMBER)
 
 
 @pool.on(1)
