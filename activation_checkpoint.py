@@ -34,6 +34,11 @@ Left out: torch.compile. Functions that use several GPUs. Buffers that forward u
           generator, as on a CPU under data_parallel.py
 """
 
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "numpy"]
+# ///
+
 import argparse
 import copy
 import functools

@@ -35,6 +35,11 @@ Left out: fp8; bf16 without masters (arXiv 2010.06192); closures; autocast of re
           cache of cast weights, and torch.utils.checkpoint inside it
 """
 
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "numpy"]
+# ///
+
 import argparse
 import copy
 import functools

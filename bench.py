@@ -16,6 +16,11 @@ products use TF32. NCCL is the backend if each rank has a GPU of its own, or if
 NCCL_MULTI_RANK_GPU_ENABLE=1 says that ranks may share one; otherwise it is gloo.
 """
 
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "numpy"]
+# ///
+
 import argparse
 import os
 import platform

@@ -42,6 +42,11 @@ Left out: sharing out the writing of tensors that all ranks hold; storage other 
           directory; DCP's files (format_utils.dcp_to_torch_save converts them)
 """
 
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "numpy"]
+# ///
+
 import argparse
 import base64
 import copy

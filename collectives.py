@@ -41,6 +41,11 @@ Left out: operations other than the sum, async_op, gathers of different sizes; a
           ranks have the same shape and dtype
 """
 
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "numpy"]
+# ///
+
 import argparse
 import copy
 import functools

@@ -54,6 +54,11 @@ Left out: dropout; masks other than the causal one and documents; gradients of g
           a GPU, head sizes that are no multiple of 8
 """
 
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "numpy"]
+# ///
+
 import argparse
 import copy
 import json

@@ -38,6 +38,11 @@ Left out: input that is a pipe; splitting into sentences; blends of data sets. M
           after its last whole sample are not used.
 """
 
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["numpy"]
+# ///
+
 import argparse
 import functools
 import json

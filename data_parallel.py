@@ -32,6 +32,11 @@ Left out: output_device and dim; coalesced copies of small parameters; devices o
           sparse gradients
 """
 
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "numpy"]
+# ///
+
 import argparse
 import copy
 import json

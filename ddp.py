@@ -33,6 +33,11 @@ Left out: join() for uneven inputs; static_graph; gradients of gradients; gradie
 See also: zero.py shards the optimizer state, fsdp.py the parameters as well
 """
 
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "numpy"]
+# ///
+
 import argparse
 import copy
 import dataclasses

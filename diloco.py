@@ -39,6 +39,11 @@ Left out: workers that come and go during a run (torchft); messages of 4 bits; o
           optimizers over copies of the parameters, such as amp.py's masters
 """
 
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "numpy"]
+# ///
+
 import argparse
 import copy
 import json

@@ -38,6 +38,11 @@ Mirrors:  DeepSpeed's estimate_zero2_model_states_mem_needs and …zero3…, for
 Left out: messages of experts; slow products of small matrices; data, evaluation, checkpoints
 """
 
+# /// script
+# requires-python = ">=3.10"
+# dependencies = []
+# ///
+
 import argparse
 import bisect
 import itertools

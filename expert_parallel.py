@@ -48,6 +48,11 @@ Left out: grouped matrix products (MegaBlocks), overlap of the exchange with com
           node-limited routing, tensor parallelism inside an expert
 """
 
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "numpy"]
+# ///
+
 import argparse
 import copy
 import json

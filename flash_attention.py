@@ -43,6 +43,11 @@ Left out: other masks (see flex_attention); gradients of gradients; more than 65
           heads on a GPU. Dropout, float64 and head sizes above 128 run in the loop
 """
 
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "numpy"]
+# ///
+
 import argparse
 import copy
 import functools

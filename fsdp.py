@@ -52,6 +52,11 @@ Left out: optimizers that need whole matrices (muon.py has one); recovery after 
           another CUDA stream than its forward; loading a state dict that only rank 0 has
 """
 
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "numpy"]
+# ///
+
 import argparse
 import copy
 import dataclasses

@@ -32,6 +32,11 @@ Left out: convolutions, embeddings, the in_proj_weight of nn.MultiheadAttention,
           adapters, .bin files (see peft); kernels that multiply 4-bit weights (see bitsandbytes)
 """
 
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "numpy"]
+# ///
+
 import argparse
 import copy
 import functools

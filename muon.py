@@ -47,6 +47,11 @@ Read section 1 for the idea (9 minutes), to section 4 for the technique (26), an
 it as a library (32).
 """
 
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "numpy"]
+# ///
+
 import argparse
 import copy
 import functools

@@ -53,6 +53,11 @@ Mirrors:  Megatron-LM's pretrain_gpt.py
 Left out: evaluation; context and expert parallelism (context_parallel.py, expert_parallel.py)
 """
 
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "numpy"]
+# ///
+
 import dataclasses
 import gc
 import itertools

@@ -68,6 +68,11 @@ Left out: tied embeddings, dropout, shared experts, tensor parallelism inside an
           ranks than key heads
 """
 
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "numpy"]
+# ///
+
 import gc
 import itertools
 import json

@@ -49,6 +49,11 @@ Left out: tied parameters and clipping (see parallel_3d.py); other shapes in lat
           layers (see can_wait())
 """
 
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "numpy"]
+# ///
+
 import argparse
 import collections
 import copy

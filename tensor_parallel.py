@@ -52,6 +52,11 @@ Left out: more ranks than key and value heads; max_norm and scale_grad_by_freq o
           gradients of gradients
 """
 
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "numpy"]
+# ///
+
 import argparse
 import copy
 import fnmatch

@@ -46,6 +46,11 @@ Left out: optimizers that need whole matrices (muon.py); Adafactor; groups added
           tuples and dicts
 """
 
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "numpy"]
+# ///
+
 import argparse
 import copy
 import functools

@@ -1,0 +1,122 @@
+"""The wheel: one package, whose command trains and checks a class of the user's anywhere."""
+
+import ast
+import re
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+
+import pytest
+from launch import ROOT, launch
+
+MINE = """
+import torch
+import torch.distributed as dist
+
+
+class MyDDP(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return self.module(x)
+
+    def finish_gradient_synchronization(self):
+        for parameter in self.module.parameters():
+            dist.all_reduce(parameter.grad, op=OPERATION)
+            parameter.grad /= DIVISOR
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    pytest.importorskip("hatchling", reason="hatchling is not installed (requirements.txt has it)")
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (path,) = folder.iterdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def command(wheel, tmp_path_factory):
+    """The command, in an environment of its own that finds torch where this one does."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    pip = [folder / "bin" / "pip", "install", "--quiet", "--no-deps", "--no-index", wheel]
+    subprocess.run(pip, check=True)
+    return folder / "bin" / "onefile-parallel"
+
+
+@pytest.mark.cpu
+def test_the_wheel_has_one_package_with_all_files(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"onefile_parallel"}
+    for path in ROOT.glob("*.py"):
+        assert f"onefile_parallel/{path.name}" in names
+
+
+@pytest.mark.cpu
+def test_a_class_of_the_users_is_checked_from_an_empty_directory(command, tmp_path):
+    right = MINE.replace("OPERATION", "dist.ReduceOp.SUM").replace(
+        "DIVISOR", "dist.get_world_size()"
+    )
+    (tmp_path / "mine.py").write_text(right)
+    (tmp_path / "sums.py").write_text(right.replace("dist.get_world_size()", "1"))
+
+    check = [command, "check", "-k", "mean_gradient", "--ddp"]
+    holds = launch([*check, "mine.py:MyDDP"], tmp_path)
+    fails = launch([*check, "sums.py:MyDDP"], tmp_path)
+
+    assert (holds.returncode, fails.returncode) == (0, 1), holds.stdout + holds.stderr
+    assert "1 of 1 claims hold." in holds.stdout
+    assert "wrong: mean_gradient" in fails.stdout
+    assert {path.name for path in tmp_path.iterdir()} <= {"mine.py", "sums.py", "__pycache__"}
+
+
+@pytest.mark.cpu
+def test_the_command_trains_and_passes_the_exit_status_on(command, tmp_path):
+    trains = launch([command, "run", "ddp", "--steps", 1], tmp_path)
+    assert trains.returncode == 0, trains.stderr
+    assert "bitwise equal over 1 step\n" in trains.stdout
+    assert launch([command, "run", "ddp", "--steps", 0], tmp_path).returncode != 0
+    unknown = launch([command, "run", "nothing"], tmp_path)
+    assert unknown.returncode == 2
+    assert "there is no technique nothing" in unknown.stdout
+
+
+@pytest.mark.cpu
+def test_the_files_are_modules_of_the_package(command, tmp_path):
+    python = command.parent / "python"
+    code = "from onefile_parallel.fsdp import fully_shard; print(fully_shard.__module__)"
+    done = launch([python, "-c", code], tmp_path, env={"PYTHONPATH": ""})
+    assert done.stdout == "onefile_parallel.fsdp\n", done.stderr
+
+
+def inline_metadata(text):
+    """Return the lines of the block of PEP 723."""
+    (block,) = re.findall(r"^# /// script\n((?:# .*\n)+?)# ///$", text, re.MULTILINE)
+    return block
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("path", sorted(ROOT.glob("*.py")), ids=lambda path: path.name)
+def test_a_file_says_what_uv_run_must_install(path):
+    text = path.read_text()
+    block = inline_metadata(text)
+    assert '# requires-python = ">=3.10"\n' in block
+    assert ("torch>=2.6" in block) == bool(re.search(r"^import torch$", text, re.MULTILINE))
+    assert ("numpy" in block) >= bool(re.search(r"^import numpy", text, re.MULTILINE))
+
+
+@pytest.mark.cpu
+def test_all_files_are_in_the_grammar_of_python_3_10():
+    for path in ROOT.glob("**/*.py"):
+        if ".venv" not in path.parts:
+            ast.parse(path.read_text(), path.name, feature_version=(3, 10))
