@@ -22,8 +22,10 @@ parameters need different scales. Many implementations get the experts' scale wr
                              MoE.run_experts() divides by N. average_gradients() averages over the
                              W/N ranks that have the same expert.
 
-With parallelize(..., loss="sum") nothing is divided: for a loss that is divided by the number of
-all ranks' tokens already.
+With parallelize(..., loss="sum") nothing is divided. Use it if ranks have unequal numbers of
+unmasked tokens: each rank adds up the losses of its tokens, and divides by the number of all ranks'
+unmasked tokens. Give each MoE the mask, too: moe(x, mask). Then the balance losses count only
+unmasked tokens. They are those of all ranks already, with either loss.
 
 Cost per rank, layer and step, in elements, for Ψe parameters of an expert, T tokens of a rank, and
 the hidden size h. An optional capacity limits an expert to C rows from each rank:
@@ -62,8 +64,10 @@ import signal
 import sys
 import time
 import weakref
+from collections import Counter
 from contextlib import nullcontext
 from datetime import timedelta
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
@@ -120,7 +124,8 @@ def naive_moe(x, gate, expert, top_k=2, process_group=None):
     All ranks have the same `gate`, an nn.Linear(hidden, ranks). Each has its own module `expert`.
     """
     weights, chosen = gate(x).softmax(-1).topk(top_k)
-    weights = weights / weights.sum(-1, keepdim=True)
+    if top_k > 1:  # a single weight would always be 1, without a gradient for the router
+        weights = weights / weights.sum(-1, keepdim=True)
     owner = chosen.T.flatten()  # the rank of each row: all first choices, then all second choices
     order = owner.argsort(stable=True)  # the rows for rank 0 first, then those for rank 1, …
     counts = count_choices(owner, gate.out_features)
@@ -171,11 +176,41 @@ class Experts(nn.Module):
         return torch.cat(results)
 
 
+def count_unmasked(chosen, masked, num_experts):
+    """As count_choices(), without the tokens that are masked."""
+    # Their choice becomes an expert that does not exist: this does not make the host wait.
+    counted = chosen.masked_fill(masked, num_experts)
+    counts = count_choices(counted, num_experts + 1)
+    return counts[:-1]
+
+
+class Router(nn.Linear):
+    """Computes in fp32 at least, because 16 bits would create ties."""
+
+    def forward(self, tokens):
+        dtype = torch.promote_types(tokens.dtype, torch.float32)
+        # Neither PyTorch's autocast nor that of amp.py may round.
+        with torch.autocast(tokens.device.type, enabled=False), torch._C.DisableTorchFunction():
+            return F.linear(tokens.to(dtype), self.weight.to(dtype))
+
+
+def forget_graph(layer_ref, logits_ref, grad):
+    """In backward, keep the numbers that the losses need, but not the graph.
+
+    A layer that holds its own graph is never freed, nor are the process groups in it.
+    """
+    layer = layer_ref()
+    if layer is not None and layer.routing[0] is logits_ref():  # it had no other forward since
+        logits, *others = layer.routing
+        layer.routing = (logits.detach(), *others)
+
+
 class MoE(nn.Module):
     """A mixture of experts: (…, hidden) to the same. parallelize() splits the experts over ranks.
 
     top_k                experts per token; their probabilities weight their results
-    norm_topk_prob       divide the weights of a token by their sum (Mixtral)
+    norm_topk_prob       divide the weights of a token by their sum (Mixtral). A single weight
+                         (top_k=1) stays (Switch): 1 would give the router no gradient
     num_shared_experts   experts that see every token (DeepSeekMoE), as one wide expert
     capacity_factor      limits the rows of an expert: see assign_slots()
     bias_update_rate     balances the experts by a bias: see update_bias()
@@ -196,25 +231,29 @@ class MoE(nn.Module):
         super().__init__()
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"top_k={top_k} of {num_experts} experts; choose 1 to {num_experts}")
+        check_capacity_factor(capacity_factor)
         self.num_experts = num_experts
         self.top_k = top_k
         self.capacity_factor = capacity_factor
         self.norm_topk_prob = norm_topk_prob
         self.bias_update_rate = bias_update_rate
-        self.gate = nn.Linear(hidden, num_experts, bias=False)
+        self.gate = Router(hidden, num_experts, bias=False)
         self.experts = Experts(num_experts, hidden, ffn_hidden)
         self.shared_experts = None
         if num_shared_experts:
             self.shared_experts = Experts(1, hidden, num_shared_experts * ffn_hidden)
-        self.routing = (None, None)  # logits and chosen experts of the last forward
+        # Of the last forward: logits, chosen experts, and which tokens are masked, (tokens, 1).
+        self.routing = (None, None, None)
         self.total = None  # of all ranks, for balance_losses()
         self.load = 0  # (E,), how often this rank chose each expert since update_bias()
         bias = torch.zeros(num_experts, dtype=torch.float32)  # stays 0 if it is not used
         self.register_buffer("bias", bias, persistent=bias_update_rate is not None)
 
-    def forward(self, x):
+    def forward(self, x, mask=None):
+        """The balance counts only tokens whose mask, (…), is True or 1. All tokens are computed."""
+        check_router_logits()
         tokens = x.flatten(0, -2)  # (tokens, hidden)
-        weights, chosen = self.route(tokens)
+        weights, chosen = self.route(tokens, mask)
         slots, counts, num_slots = self.assign_slots(chosen)
         rows = tokens.new_zeros(num_slots + 1, tokens.shape[1])
         rows[slots] = tokens  # slots is (k, tokens): k copies of each token
@@ -225,21 +264,26 @@ class MoE(nn.Module):
             output = output + self.shared_experts(tokens, [len(tokens)])
         return output.view_as(x)
 
-    def route(self, tokens):
+    def route(self, tokens, mask=None):
         """Return the weights and the indices of each token's experts, both (tokens, k)."""
-        dtype = torch.promote_types(tokens.dtype, torch.float32)  # 16 bits would create ties
-        # Neither PyTorch's autocast nor that of amp.py may round.
-        with torch.autocast(tokens.device.type, enabled=False), torch._C.DisableTorchFunction():
-            logits = F.linear(tokens.to(dtype), self.gate.weight.to(dtype))
+        logits = self.gate(tokens)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         probabilities = logits.softmax(-1)
         chosen = (probabilities + self.bias).topk(self.top_k).indices
         weights = probabilities.gather(1, chosen)
-        if self.norm_topk_prob:
+        if self.norm_topk_prob and self.top_k > 1:
             weights = weights / weights.sum(-1, keepdim=True)
-        self.routing = (logits, chosen)
+        if mask is None:
+            mask = torch.ones_like(chosen[:, 0])
+        masked = mask.reshape(-1, 1) == 0
+        self.routing = (logits, chosen, masked)
         self.total = None
+        if self.training:
+            counts = count_unmasked(chosen, masked, self.num_experts)
+            self.load = self.load + counts
         if logits.requires_grad:
-            logits.register_hook(partial(forget_graph, weakref.ref(logits)))
+            references = map(weakref.ref, (self, logits))
+            logits.register_hook(partial(forget_graph, *references))
         return weights.to(tokens.dtype), chosen
 
     def assign_slots(self, chosen):
@@ -258,13 +302,13 @@ class MoE(nn.Module):
         order = expert.flatten().argsort(stable=True)
         slots = order.argsort().view_as(expert)  # the inverse of that permutation
         counts = count_choices(chosen, E)
-        if self.training:
-            self.load = self.load + counts
         if self.capacity_factor is None:
             return slots, counts, slots.numel()
         first_slots = counts.cumsum(0) - counts
         position = slots - first_slots[expert]  # 0 for the expert's first choice
-        C = math.ceil(self.capacity_factor * self.top_k * len(chosen) / E)
+        # 1.1 is 11/10 here. In floating point, 1.1 · 100 / 10 is above 11.
+        factor = Fraction(self.capacity_factor).limit_denominator(1_000_000)
+        C = math.ceil(factor * self.top_k * len(chosen) / E)
         slots = torch.where(position < C, expert * C + position, E * C)
         return slots, torch.full_like(counts, C), E * C
 
@@ -324,96 +368,11 @@ class MoE(nn.Module):
 
     def __getstate__(self):
         """copy.deepcopy() calls this. It cannot copy tensors with a graph."""
-        return self.__dict__ | {"routing": (None, None)}
+        return self.__dict__ | {"routing": (None, None, None)}
 
 
 # --------------------------------------------------------------------------------------------------
 # 3. Split the experts over ranks. Average gradients and balance experts over all ranks.
-
-
-def sum_over_ranks(tensor, groups):
-    for group in groups.axes if groups else []:
-        dist.all_reduce(tensor, group=group)
-    return tensor
-
-
-@torch.no_grad()
-def parallelize(module, process_group=None, edp_group=None, loss="mean"):
-    """Split the experts of every MoE in `module` over `process_group`, in place.
-
-    As with DDP, all ranks begin with the parameters and buffers of the first one. Move `module` to
-    its device first. From the meta device, call to_empty() and load_full_state_dict() after this.
-
-    If several process groups train together, `edp_group` has the ranks with this rank's experts:
-    one of each process group, with the same number in it. fsdp.py may shard the experts over it.
-    """
-    groups = Groups(process_group, edp_group, loss)
-    layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
-    verify_split(module, layers, groups)
-    for tensor in [*module.parameters(), *module.buffers()]:
-        if not tensor.is_meta:  # has no values
-            broadcast(tensor, groups)
-    for layer in layers:
-        layer.experts.groups = groups
-        layer.experts.differ_between_ranks = dist.get_process_group_ranks(groups.axes[0])
-        for parameter in layer.experts.parameters():
-            parameter.data = parameter.chunk(groups.size)[groups.rank].clone()
-    return module
-
-
-def average_gradients(module, process_group=None, edp_group=None):
-    """Make every gradient that of the mean of the ranks' losses. Call this before optimizer.step().
-
-    Averaging twice changes nothing. After parallelize(..., loss="sum") this adds up: call it once.
-    If no rank used a parameter, its gradient becomes zeros, and AdamW decays it.
-    """
-    split, groups = split_parameters(module, Groups(process_group, edp_group))
-    for name, parameter in module.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if parameter.grad is None:  # unused here; all ranks must call the same collectives
-            parameter.grad = torch.zeros_like(parameter)
-        gradient = parameter.grad.contiguous()
-        axes = list(zip(groups.axes, groups.divisors, strict=True))
-        for group, divisor in axes[name in split :]:  # all, or all but the first one
-            gradient /= divisor
-            dist.all_reduce(gradient, group=group)
-        parameter.grad.copy_(gradient)
-
-
-@torch.enable_grad()  # the losses keep their gradient even if they are read under no_grad()
-def balance_losses(layer):
-    """Return aux_loss and z_loss of the last forward, for the tokens of all ranks.
-
-    The first one that you read all-reduces both: read them on all ranks or on none. Under
-    checkpoint(use_reentrant=True) they have no gradient.
-
-    aux_loss = E Σ f P (Fedus et al., §2.2): f is an expert's share of all choices, and P is its
-    mean probability. Only P has a gradient.
-    """
-    logits, chosen = layer.routing
-    if logits is None:
-        return None, None
-    E = layer.num_experts
-    counts = count_choices(chosen, E)
-    probabilities = logits.softmax(-1)
-    z = logits.logsumexp(-1, keepdim=True).square()
-    sums = torch.cat([counts, probabilities.sum(0), z.sum(0)])  # over this rank's tokens
-    groups = layer.experts.groups
-    if layer.total is None:
-        layer.total = sum_over_ranks(sums.detach().clone(), groups)
-    # The total has no gradient. The difference is 0, with the gradient of this rank's sums. W
-    # cancels the division in average_gradients().
-    W = math.prod(groups.divisors) if groups else 1
-    num_tokens = layer.total[:E].sum().clamp(min=1) / layer.top_k
-    means = (layer.total + W * (sums - sums.detach())) / num_tokens
-    f, P, z_loss = means.split([E, E, 1])
-    aux_loss = E / layer.top_k * (f * P).sum()
-    return aux_loss, z_loss.squeeze()
-
-
-# --------------------------------------------------------------------------------------------------
-# 4. The library: clipping, states, and what parallelize() refuses.
 
 
 class Groups:
@@ -456,6 +415,129 @@ def split_parameters(module, groups=None):
     return names, groups
 
 
+def sum_over_ranks(tensor, groups):
+    for group in groups.axes if groups else []:
+        dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def broadcast(tensor, groups):
+    """Give all W ranks the values of the first one."""
+    values = tensor.contiguous()
+    # First over edp_group: then rank 0 of every process_group has the same values.
+    for group in reversed(groups.axes):
+        dist.broadcast(values, group=group, group_src=0)
+    tensor.copy_(values)
+
+
+@torch.no_grad()
+def parallelize(module, process_group=None, edp_group=None, loss="mean"):
+    """Split the experts of every MoE in `module` over `process_group`, in place.
+
+    As with DDP, all ranks begin with the parameters and buffers of the first one. Move `module` to
+    its device first. From the meta device, call to_empty() and load_full_state_dict() after this.
+
+    If several process groups train together, `edp_group` has the ranks with this rank's experts:
+    one of each process group, with the same number in it. fsdp.py may shard the experts over it.
+    """
+    groups = Groups(process_group, edp_group, loss)
+    layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
+    check_split(module, layers, groups)
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if not tensor.is_meta:  # has no values
+            broadcast(tensor, groups)
+    for layer in layers:
+        layer.experts.groups = groups
+        layer.experts.differ_between_ranks = dist.get_process_group_ranks(groups.axes[0])
+        for parameter in layer.experts.parameters():
+            parameter.data = parameter.chunk(groups.size)[groups.rank].clone()
+            parameter.differ_between_ranks = layer.experts.differ_between_ranks
+    return module
+
+
+def average_gradients(module, process_group=None, edp_group=None):
+    """Make every gradient that of the mean of the ranks' losses. Call this before optimizer.step().
+
+    Averaging twice changes nothing. After parallelize(..., loss="sum") this adds up: call it once.
+    If no rank used a parameter, its gradient becomes zeros, and AdamW decays it.
+    """
+    split, groups = split_parameters(module, Groups(process_group, edp_group))
+    replicated = []
+    of_experts = []
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:  # unused here; all ranks must call the same collectives
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = parameter.grad.to_dense()  # that of nn.Embedding(sparse=True)
+        gradients = of_experts if name in split else replicated
+        gradients.append(parameter.grad)
+    axes = list(zip(groups.axes, groups.divisors, strict=True))
+    for bucket in buckets_of(replicated):
+        all_reduce_flat(bucket, axes)
+    for bucket in buckets_of(of_experts):
+        all_reduce_flat(bucket, axes[1:])  # over edp_group alone
+
+
+def buckets_of(gradients):
+    """Return lists of gradients of one dtype. A list has about 32 MB."""
+    buckets = {}
+    sizes = Counter()  # bytes, by dtype
+    for gradient in gradients:
+        number = sizes[gradient.dtype] // 2**25
+        buckets.setdefault((gradient.dtype, number), []).append(gradient)
+        sizes[gradient.dtype] += gradient.nbytes
+    return buckets.values()
+
+
+def all_reduce_flat(gradients, axes):
+    """Replace the gradients by their means over these groups, with one collective for each."""
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    for group, divisor in axes:
+        flat /= divisor
+        dist.all_reduce(flat, group=group)
+    parts = flat.split([gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, parts, strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+@torch.enable_grad()  # the losses keep their gradient even if they are read under no_grad()
+def balance_losses(layer):
+    """Return aux_loss and z_loss of the last forward, for the unmasked tokens of all ranks.
+
+    The first one that you read all-reduces both: read them on all ranks or on none. Under
+    checkpoint(use_reentrant=True) they have no gradient.
+
+    aux_loss = E Σ f P (Fedus et al., §2.2): f is an expert's share of all choices, and P is its
+    mean probability. Only P has a gradient.
+    """
+    logits, chosen, masked = layer.routing
+    if logits is None:
+        return None, None
+    E = layer.num_experts
+    counts = count_unmasked(chosen, masked, E)
+    probabilities = logits.softmax(-1).masked_fill(masked, 0)
+    z = logits.logsumexp(-1, keepdim=True).square()
+    z = z.masked_fill(masked, 0)
+    # Over this rank's tokens.
+    sums = torch.cat([counts, probabilities.sum(0), z.sum(0)])
+    groups = layer.experts.groups
+    if layer.total is None:
+        layer.total = sum_over_ranks(sums.detach().clone(), groups)
+    # The total has no gradient. The difference is 0, with the gradient of this rank's sums. W
+    # cancels the division in average_gradients().
+    W = math.prod(groups.divisors) if groups else 1
+    num_tokens = layer.total[:E].sum().clamp(min=1) / layer.top_k
+    means = (layer.total + W * (sums - sums.detach())) / num_tokens
+    f, P, z_loss = means.split([E, E, 1])
+    aux_loss = E / layer.top_k * (f * P).sum()
+    return aux_loss, z_loss.squeeze()
+
+
+# --------------------------------------------------------------------------------------------------
+# 4. The library: clipping, states, and what parallelize() refuses.
+
+
 def clip_grad_norm_(module, max_norm, process_group=None, edp_group=None):
     """As torch.nn.utils.clip_grad_norm_, with the norm of the whole module. Return the norm.
 
@@ -465,11 +547,12 @@ def clip_grad_norm_(module, max_norm, process_group=None, edp_group=None):
     split, groups = split_parameters(module, Groups(process_group, edp_group))
     squares = torch.zeros(())  # of all elements, added up
     for name, parameter in module.named_parameters():
-        if parameter.grad is not None:
-            dtype = torch.promote_types(parameter.dtype, torch.float32)
-            norm = torch.linalg.vector_norm(parameter.grad, dtype=dtype)
-            copies = 1 if name in split else groups.size  # which the sum adds up
-            squares = squares + norm**2 / copies
+        # Ranks that have no gradient add 0, of the same dtype and on the same kind of device.
+        gradient = parameter.new_zeros(()) if parameter.grad is None else parameter.grad
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(gradient, dtype=dtype)
+        copies = 1 if name in split else groups.size  # which the sum adds up
+        squares = squares + norm**2 / copies
     dist.all_reduce(squares, group=process_group)
     norm = squares.sqrt()
     torch.nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, norm)
@@ -500,26 +583,26 @@ def load_full_state_dict(module, state_dict):
     module.load_state_dict(shards)
 
 
-def forget_graph(logits_ref, grad):
-    """In backward, keep the numbers that the losses need, but not the graph.
+def check_capacity_factor(factor):
+    if factor is not None and not 1e-6 <= factor < math.inf:
+        raise ValueError(f"capacity_factor={factor}: give a positive number, or None for no limit")
 
-    A layer that holds its own graph is never freed, nor are the process groups in it.
+
+def check_router_logits():
+    """Raise ValueError if transformers' model should return the routers' logits.
+
+    It records its own routers alone, and would fail later with an IndexError.
     """
-    logits = logits_ref()
-    if logits is not None:  # the layer had no other forward since
-        logits.detach_()
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    if collector and "router_logits" in (collector.get() or ()):
+        raise ValueError(
+            "transformers cannot record the router of MoE: leave out output_router_logits, and add "
+            "the layer's aux_loss to the loss"
+        )
 
 
-def broadcast(tensor, groups):
-    """Give all W ranks the values of the first one."""
-    values = tensor.contiguous()
-    # First over edp_group: then rank 0 of every process_group has the same values.
-    for group in reversed(groups.axes):
-        dist.broadcast(values, group=group, group_src=0)
-    tensor.copy_(values)
-
-
-def verify_split(module, layers, groups):
+def check_split(module, layers, groups):
     """Raise ValueError on all ranks if they disagree, or if the split would do damage."""
     for layer in layers:
         if layer.num_experts % groups.size:
@@ -527,16 +610,13 @@ def verify_split(module, layers, groups):
                 f"{layer.num_experts} experts do not divide by {groups.size} ranks; "
                 "make process_group smaller, and use edp_group for more ranks"
             )
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    model = [f"{name}: {[*tensor.shape]}, {tensor.dtype}" for name, tensor in tensors]
     for number, group in enumerate(groups.axes):
         # The ranks of an edp_group must have the same place in their process_groups.
-        facts = [groups.divisors, groups.size, groups.rank * number]
-        everyone = [None] * group.size()
-        dist.all_gather_object(everyone, facts, group=group)
-        if everyone.count(facts) < len(everyone):
-            raise ValueError(
-                f"ranks have (divisors, size of process_group, number in it) {everyone}; pass the "
-                "same loss, and in edp_group ranks with the same number in process_groups"
-            )
+        facts = [groups.divisors, groups.size, groups.rank * number, *model]
+        what = "loss, size of process_group, in edp_group the same number in it, and model"
+        check_same_on_all_ranks(what, facts, group)
         members = set(dist.get_process_group_ranks(group))
         for name, child in module.named_modules():
             differ = members.intersection(getattr(child, "differ_between_ranks", []))
@@ -545,6 +625,26 @@ def verify_split(module, layers, groups):
                     f"ranks {sorted(differ)} have different values in {name}, which a broadcast "
                     "would overwrite; call it on the MoE only"
                 )
+
+
+def check_same_on_all_ranks(what, facts, process_group=None):
+    """Raise ValueError on all ranks of the group unless they give the same `facts`, in order.
+
+    Collectives of different sizes or dtypes abort the process or return garbage, so the ranks
+    compare what they are about to communicate. What only one rank finds wrong is a fact, too.
+    """
+    if dist.get_rank(process_group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in process_group")
+    mine = [f"{number}: {fact}" for number, fact in enumerate(facts)]
+    everyone = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(everyone, mine, group=process_group)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            here = sorted(set(theirs).difference(everyone[0]))
+            there = sorted(set(everyone[0]).difference(theirs))
+            raise ValueError(
+                f"all ranks must have the same {what}: rank {rank} has {here}, rank 0 {there}"
+            )
 
 
 # --------------------------------------------------------------------------------------------------

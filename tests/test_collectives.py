@@ -264,6 +264,12 @@ def test_messages_have_the_bytes_of_the_docstring_and_take_as_long_as_predicted(
         assert simulate(programs, alpha, 1 / bandwidth) == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(("name", "ranks"), [("ring", 0), ("gather", 4)])
+def test_times_of_no_ranks_or_unknown_algorithms_are_an_error(name, ranks):
+    with pytest.raises(ValueError, match=f"{name} on {ranks} ranks"):
+        c.predict(name, ranks, 1, 1.0, 1.0)
+
+
 @pool.on(4)
 def test_a_rank_outside_the_group_is_an_error():
     group = dist.new_group([3, 1])

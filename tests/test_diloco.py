@@ -315,6 +315,8 @@ OF_WORKER_1 = {
         "rank 1 has .*sync_every=4",
     ),
     "a late mean": (partial(other_option, "delay", 4), "rank 1 has .*delay=4"),
+    "a mix above 1": (partial(other_option, "mix", 2), "rank 1 has .*mix=2"),
+    "an unknown format": (partial(other_option, "compress", "fp8"), "compress='fp8' must be"),
     "another mix": (partial(other_option, "mix", 0.4), "must have the same .*'mix': 0.4"),
     "parameters of another model": (other_optimizer, "rank 1 has .*an optimizer"),
     "an expanded parameter": (expanded, "clone"),

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amp
 import expert_parallel as ep
+import lora
 
 H = 6  # hidden size
 
@@ -139,6 +140,13 @@ def test_groups_that_do_not_fit_are_an_error():
         ep.average_gradients(model, second, first)
 
 
+@pool.on(2)
+def test_models_that_differ_are_an_error_on_all_ranks():
+    model = make_model(num_experts=4 + 2 * pool.rank())
+    with pytest.raises(ValueError, match="number in it, and model"):
+        ep.parallelize(model, pool.group())
+
+
 # ---- with other techniques
 
 
@@ -179,6 +187,52 @@ def test_the_router_of_a_16_bit_layer_computes_in_fp32(autocast):
     assert torch.equal(weights, in_fp32.bfloat16())
 
 
+@pool.on(1)
+def test_a_hook_on_the_router_decides():
+    layer = split_layer(top_k=1)
+    x = own_tokens()
+    logits = layer.gate(x)  # (tokens, experts)
+    layer.gate.register_forward_hook(lambda gate, inputs, output: -output)
+    _, chosen = layer.route(x)
+    assert torch.equal(chosen[:, 0], logits.argmin(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_an_adapter_of_peft_on_the_router_trains(dtype):
+    peft = pytest.importorskip("peft")
+    model = make_model(dtype)
+    x = own_tokens(rank=0).to(dtype)
+    before = model(x)
+    config = peft.LoraConfig(target_modules=["0.gate"], r=2, init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    after = adapted(x)
+    assert not torch.equal(after, before)
+    after.square().sum().backward()
+    trained = [p for p in adapted.parameters() if p.requires_grad]
+    assert len(trained) == 2  # A and B
+    assert all(p.grad.any() for p in trained)
+
+
+def test_an_adapter_of_lora_py_on_the_router_trains():
+    model = make_model()
+    lora.inject_lora(model, target_modules=["gate"])
+    output = model(own_tokens(rank=0))
+    output.square().sum().backward()
+    assert model[0].gate.lora_B.grad.any()
+    assert not model[0].aux_loss.requires_grad  # the graph is gone
+
+
+def test_a_router_of_one_expert_per_token_has_a_gradient():
+    """Its weight is the probability, as Switch's."""
+    layer = make_model(top_k=1)[0]
+    x = own_tokens(rank=0)
+    weights, chosen = layer.route(x)
+    probabilities = layer.gate(x).softmax(-1)
+    assert_equal(weights, probabilities.gather(1, chosen), False)
+    layer(x).square().sum().backward()
+    assert layer.gate.weight.grad.any()
+
+
 # ---- capacity, shared experts, balance
 
 
@@ -194,6 +248,24 @@ def test_capacity_drops_in_gshards_order(factor):
     with default_group(pool.group()):
         computes_as_one_device(make, whole_weights(), [7, 4, 0, 7], plain, capacity_factor=factor)
     assert not registry._problems
+
+
+@pytest.mark.parametrize("denominator", [3, 10, 16, 100])
+def test_capacity_is_the_fraction_of_the_decimal_rounded_up(denominator):
+    """In floating point, 1.1 · 100 / 10 is above 11."""
+    layer = ep.MoE(1, 1, 10, top_k=1)
+    for numerator in range(1, 3 * denominator, 1 + denominator // 16):
+        layer.capacity_factor = numerator / denominator
+        for tokens in range(0, 300, 7):
+            chosen = torch.zeros(tokens, 1, dtype=torch.long)
+            _, counts, _ = layer.assign_slots(chosen)
+            assert counts[0] == -(-numerator * tokens // (10 * denominator))
+
+
+@pytest.mark.parametrize("factor", [-1, 0, math.inf, math.nan])
+def test_a_capacity_factor_that_is_no_positive_number_is_an_error(factor):
+    with pytest.raises(ValueError, match=f"capacity_factor={factor}"):
+        ep.MoE(H, 5, 4, capacity_factor=factor)
 
 
 @pool.on(2)
@@ -216,6 +288,54 @@ def test_a_balance_loss_is_reduced_once_and_only_if_it_is_read():
     assert {name for name, _ in forward.calls} == {"alltoall_base_"}
     assert reading.calls == [("allreduce_", 8 * (2 * 4 + 1))]
     assert all(value.requires_grad for value in values)
+
+
+UNMASKED = [3, 1, 0]  # of five tokens, by rank
+
+
+def unmasked():
+    numbers = torch.arange(5)
+    return numbers < UNMASKED[pool.rank()]
+
+
+def all_unmasked():
+    parts = [own_tokens(rank=rank)[: UNMASKED[rank]] for rank in range(pool.world_size())]
+    return torch.cat(parts)
+
+
+@pool.on(2, 3)
+def test_balance_losses_count_unmasked_tokens_of_all_ranks():
+    """The bias does not count masked ones, either."""
+    plain = make_model(num_experts=6, bias_update_rate=0.25)[0]
+    layer = split(plain)
+    plain(all_unmasked())
+    layer(own_tokens().view(1, 5, H), unmasked().long())
+    losses = [(each.aux_loss, each.z_loss) for each in (layer, plain)]
+    for ours, theirs in zip(*losses, strict=True):
+        assert_equal(ours, theirs, False)
+    for aux_loss, z_loss in losses:
+        (aux_loss + z_loss).backward()
+    ep.average_gradients(layer, pool.group())
+    assert_equal(layer.gate.weight.grad, plain.gate.weight.grad, False)
+    for each in (plain, layer):
+        each.update_bias()
+    assert torch.equal(layer.bias, plain.bias)
+
+
+@pool.on(3)
+def test_ranks_with_unequal_numbers_of_tokens_train_as_one_device():
+    """With loss="sum", each rank divides its sum by the number of all ranks' unmasked tokens."""
+    plain = make_model(num_experts=6)
+    model = ep.parallelize(copy.deepcopy(plain), pool.group(), loss="sum")
+    output = plain(all_unmasked())
+    total = output.square().sum() / 4 + plain[0].aux_loss
+    total.backward()
+    hidden = model[0](own_tokens(), unmasked())
+    output = model[1:](hidden)[unmasked()]
+    total = output.square().sum() / 4 + model[0].aux_loss
+    total.backward()
+    ep.average_gradients(model, pool.group())
+    assert_same_gradients(ep.full_state_dict(model, gradients=True), plain)
 
 
 @pool.on(2)
@@ -308,7 +428,59 @@ def test_a_model_may_begin_on_the_meta_device_and_load_a_whole_state():
     assert model[0].bias.dtype == torch.float32
 
 
+@pool.on(2)
+def test_a_rank_without_gradients_adds_zeros_to_the_norm():
+    model = split(make_model())
+    if pool.rank() == 0:
+        output = model[1](own_tokens())
+        output.sum().backward()
+    norm = ep.clip_grad_norm_(model, 1.0, pool.group())
+    everyone = [torch.zeros_like(norm) for _ in range(2)]
+    dist.all_gather(everyone, norm, group=pool.group())
+    assert norm.dtype == torch.float64
+    assert everyone[0] == everyone[1] > 0
+
+
+@pool.on(2)
+def test_sparse_gradients_are_averaged():
+    embedding = nn.Embedding(8, H, sparse=True, dtype=torch.float64)
+    model = split(nn.Sequential(embedding, make_model()))
+    word = pool.rank() + 1
+    output = model(torch.tensor([word]))
+    output.sum().backward()
+    own = model[0].weight.grad.to_dense()[word]
+    ep.average_gradients(model, pool.group())
+    assert_equal(model[0].weight.grad[word], own / 2, False)
+
+
+@pool.on(1)
+def test_transformers_cannot_record_the_router():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": H, "intermediate_size": 5, "num_local_experts": 4, "vocab_size": 9}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    config = transformers.MixtralConfig(**sizes, **heads)
+    model = transformers.MixtralForCausalLM(config)
+    model.model.layers[0].mlp = ep.MoE(H, 5, 4)
+    tokens = torch.arange(5)[None]
+    with pytest.raises(ValueError, match="leave out output_router_logits"):
+        model(tokens, labels=tokens, output_router_logits=True)
+    model(tokens, labels=tokens)
+
+
 # ---- costs
+
+
+@pool.on(2)
+def test_gradients_are_averaged_in_few_collectives():
+    """One for the gradients of a dtype that are on all ranks, up to 32 MB."""
+    layers = [nn.Linear(H, H) for _ in range(20)]
+    large = [nn.Linear(2**11, 2**11, bias=False) for _ in range(2)]  # 16 MB each
+    model = nn.Sequential(*layers, *large, *make_model(torch.float32))
+    model[0].bfloat16()
+    ep.parallelize(model, pool.group())
+    with Collectives() as seen:
+        ep.average_gradients(model, pool.group())
+    assert len(seen.calls) == 3
 
 
 @pool.on(1, 2, 4)

@@ -40,8 +40,8 @@ class NoRenormalisation(MoE):
 
 
 class NoWeights(MoE):
-    def route(self, tokens):
-        weights, chosen = super().route(tokens)
+    def route(self, tokens, mask=None):
+        weights, chosen = super().route(tokens, mask)
         return torch.ones_like(weights), chosen
 
 
