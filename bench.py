@@ -8,7 +8,9 @@
 The variants of a row take turns, one step each, in the same processes, so that a busy machine slows
 all of them alike. A step lasts as long as on its slowest rank. For each variant the script prints
 the median step time, its quartiles, and the median of the ratios taken round by round; on a GPU
-also the most memory that the variant adds. The last lines are a table, then `RATIO name value`.
+also the most memory that the variant adds. It prints each row when it is measured. The last lines
+are a table, then `RATIO name value`. A row takes a minute at most: if its steps are long, it has
+fewer rounds, and says so.
 
 On a CPU each rank has one thread and 1 sequence of 64 tokens, and the model has 8 layers of width
 384. On a GPU a rank has 8 sequences of 512 tokens, the model has 8 layers of width 1024, and fp32
@@ -576,11 +578,12 @@ def worker(rank, args, port):
             variants = ROWS[name](bench)
         except ModuleNotFoundError as error:
             if rank == 0:
-                print(f"{name}: not run, it needs {error.name}: pip install {error.name}")
+                needs = f"{name}: not run, it needs {error.name}: pip install {error.name}"
+                print(needs, flush=True)
             continue
         times, memory = measure(bench, variants, args.rounds)
         if rank == 0:
-            rows.append(show(name, times, memory))
+            rows.append(show(name, times, memory, args.rounds))
     if rank == 0 and rows:
         show_table(bench, args, rows)
     dist.barrier()
@@ -588,30 +591,42 @@ def worker(rank, args, port):
     os._exit(0)  # at once: the library's classes hold the group, whose threads can abort at exit
 
 
+LIMIT = 60.0  # seconds for the rounds of a row
+
+
 def measure(bench, variants, rounds):
     """Return {variant: milliseconds of each round} and {variant: bytes that it adds at most}."""
     steps = {}
     memory = {}
+    round_seconds = 0.0
     for variant, build in variants.items():
         before = torch.cuda.memory_allocated() if bench.on_gpu else 0
         steps[variant] = build()
-        for _ in range(3):  # warm-up
+        seconds = timed(bench, steps[variant])  # the first step, which allocates and compiles
+        if seconds < LIMIT / 30:
             if bench.on_gpu:
                 torch.cuda.reset_peak_memory_stats()
-            steps[variant]()
+            timed(bench, steps[variant])
+            seconds = timed(bench, steps[variant])
+        round_seconds += seconds
         memory[variant] = torch.cuda.max_memory_allocated() - before if bench.on_gpu else 0
     times = {variant: [] for variant in variants}
-    for number in range(rounds):
+    for number in range(min(rounds, max(3, int(LIMIT / round_seconds)))):
         order = list(variants)
         random.Random(number).shuffle(order)  # no variant always follows the same one
         for variant in order:
-            dist.barrier()
-            start = now(bench)
-            steps[variant]()
-            took = torch.tensor(now(bench) - start, device=bench.device)
-            dist.all_reduce(took, op=dist.ReduceOp.MAX)
-            times[variant].append(1e3 * took.item())
+            times[variant].append(1e3 * timed(bench, steps[variant]))
     return times, memory
+
+
+def timed(bench, step):
+    """Take a step. Return its seconds on the slowest rank, the same number on all ranks."""
+    dist.barrier()
+    start = now(bench)
+    step()
+    took = torch.tensor(now(bench) - start, device=bench.device)
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    return took.item()
 
 
 def now(bench):
@@ -626,10 +641,12 @@ def ratio_of(times, ours, theirs):
     return statistics.quantiles(ratios, n=4)
 
 
-def show(name, times, memory):
+def show(name, times, memory, rounds):
     """Print a row's variants. Return its line in the table and its RATIO line."""
     ours, theirs = list(times)[:2]
-    print(f"{name}: median of {len(times[ours])} interleaved steps")
+    taken = len(times[ours])
+    fewer = f" (not {rounds}: they are long)" if taken < rounds else ""
+    print(f"{name}: median of {taken} interleaved steps{fewer}")
     for variant, values in times.items():
         low, middle, high = statistics.quantiles(values, n=4)
         spread = f"({low:.1f} to {high:.1f})"
@@ -655,7 +672,7 @@ def show_table(bench, args, rows):
     ranks = f"{bench.ranks} ranks over {dist.get_backend()}"
     what = f"{ranks}, {tokens} tokens for each, width {bench.width}"
     print(f"\n{machine(bench)}\n{what}, {args.dtype}")
-    print(f"{args.rounds} rounds; the ratio is their median, the range the middle half")
+    print(f"{args.rounds} rounds or less; the ratio is their median, the range the middle half")
     header = f"{'row':22} {'ours':28} {'theirs':36} {'ms':>6} {'ms':>6} {'memory':>9} {'memory':>9}"
     print(f"{header}    ratio   range")
     for line, _ in rows:
