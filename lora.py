@@ -41,13 +41,16 @@ import argparse
 import copy
 import functools
 import json
+import math
 import os
 import re
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import nullcontext
 from datetime import timedelta
+from numbers import Integral, Real
 from pathlib import Path
 
 import torch
@@ -149,10 +152,7 @@ class LoRALinear(NaiveLoRA):
         quantize=None,
         double_quant=False,
     ):
-        if r < 1 or not 0 <= lora_dropout < 1 or quantize not in (None, "nf4"):
-            raise ValueError(
-                f"{r=} must be ≥ 1, {lora_dropout=} in [0, 1), {quantize=} None or 'nf4'"
-            )
+        check_options(r, lora_alpha, lora_dropout, use_rslora, quantize)
         check_is_whole(base.weight)
         super().__init__(base, r, lora_alpha)
         if use_rslora:
@@ -162,6 +162,7 @@ class LoRALinear(NaiveLoRA):
             self.base_layer = NF4(matrix_of(base), double_quant=double_quant)
             self.base_layer.bias = base.bias
         self.register_buffer("merged", None, persistent=False)  # merge() sets it
+        self.train(base.training)
 
     def forward(self, x):
         if self.merged is not None:
@@ -213,6 +214,8 @@ def inject_lora(
     last parts, such as "q_proj"; or "all-linear", which leaves out a transformers model's output
     layer, as in peft.
     """
+    if lora_layers(model):
+        raise ValueError("the model has adapters already")
     target_modules, targets = find_targets(model, target_modules)
     adapted = {  # a layer with two names gets one LoRALinear
         layer: LoRALinear(layer, r, lora_alpha, lora_dropout, use_rslora, quantize, double_quant)
@@ -229,6 +232,26 @@ def inject_lora(
         "target_modules": target_modules,
     }
     return model
+
+
+def find_targets(model, target_modules):
+    """Return target_modules as save_adapter writes it, and {name: layer} of all that it matches."""
+    layers = dict(model.named_modules(remove_duplicate=False))
+    linear = {
+        name: layer
+        for name, layer in layers.items()
+        if isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
+    }
+    if target_modules == "all-linear":  # peft knows it for some models only, so names are written
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        names = [name for name, layer in linear.items() if layer is not head]
+        target_modules = "|".join(map(re.escape, names))
+    pattern = str(target_modules)  # that of None finds nothing
+    if isinstance(target_modules, Iterable) and not isinstance(target_modules, str):
+        pattern = "|".join(rf"(.*\.)?{re.escape(str(name))}" for name in target_modules)
+    found = {name: layer for name, layer in layers.items() if re.fullmatch(pattern, name)}
+    check_found(target_modules, found, linear)
+    return target_modules, found
 
 
 def trained_by(model):
@@ -381,30 +404,26 @@ def keep_bytes(nf4, fn):
     return move
 
 
-def find_targets(model, target_modules):
-    """Return target_modules as save_adapter writes it, and {name: layer} of all that it matches."""
-    if lora_layers(model):
-        raise ValueError("the model has adapters already")
-    layers = dict(model.named_modules(remove_duplicate=False))
-    linear = {
-        name: layer
-        for name, layer in layers.items()
-        if isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
-    }
-    if target_modules == "all-linear":  # peft knows it for some models only, so names are written
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        names = [name for name, layer in linear.items() if layer is not head]
-        target_modules = "|".join(map(re.escape, names))
-    pattern = target_modules
-    if not isinstance(pattern, str):
-        pattern = "|".join(rf"(.*\.)?{re.escape(name)}" for name in target_modules)
-    found = {name: layer for name, layer in layers.items() if re.fullmatch(pattern, name)}
+def check_options(r, lora_alpha, lora_dropout, use_rslora, quantize=None, target_modules=None):
+    is_right = (
+        (isinstance(r, Integral) and r is not True and r > 0)
+        and (isinstance(lora_alpha, Real) and math.isfinite(lora_alpha))
+        and (isinstance(lora_dropout, Real) and 0 <= lora_dropout < 1)
+        and (isinstance(use_rslora, bool) and quantize in (None, "nf4"))
+    )
+    if not is_right:
+        raise ValueError(
+            f"{r=} must be an integer ≥ 1, {lora_alpha=} a number, {lora_dropout=} a number in "
+            f"[0, 1), {use_rslora=} True or False, {quantize=} None or 'nf4'"
+        )
+
+
+def check_found(target_modules, found, linear):
     if not found or not found.keys() <= linear.keys():
         raise ValueError(
             f"target_modules {target_modules!r} finds {[*found]}; "
             f"it must find linear layers only, which are {[*linear]}"
         )
-    return target_modules, found
 
 
 def check_is_whole(matrix):
@@ -490,7 +509,9 @@ def read_config(path):
     ]
     if wrong:
         raise ValueError(f"{path}: not supported: {', '.join(wrong)}")
-    return {name: fields.get(name, default) for name, default in DEFAULTS.items()}
+    config = {name: fields.get(name, default) for name, default in DEFAULTS.items()}
+    check_options(**config)
+    return config
 
 
 # --------------------------------------------------------------------------------------------------

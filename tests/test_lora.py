@@ -174,6 +174,56 @@ def test_a_wrong_argument_is_named_and_changes_nothing(options, message):
     assert not lora.lora_layers(model)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"r": 0}, "r=0"),
+        ({"r": "4"}, "r='4'"),
+        ({"r": 4.0}, "r=4.0"),
+        ({"r": True}, "r=True"),
+        ({"lora_alpha": None}, "lora_alpha=None"),
+        ({"lora_alpha": "16"}, "lora_alpha='16'"),
+        ({"lora_alpha": float("nan")}, "lora_alpha=nan"),
+        ({"lora_dropout": None}, "lora_dropout=None"),
+        ({"lora_dropout": 1.0}, "lora_dropout=1.0"),
+        ({"use_rslora": "false"}, "use_rslora='false'"),
+        ({"target_modules": None}, "target_modules None finds"),
+        ({"target_modules": 7}, "target_modules 7 finds"),
+        ({"target_modules": []}, "target_modules .* finds"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("where", ["arguments", "a file"])
+def test_a_value_that_is_no_value_is_named(tmp_path, where, options, message):
+    pytest.importorskip("safetensors")
+    model = make_model("plain")
+    act = partial(inject, model, **options)
+    if where == "a file":
+        act = partial(lora.load_adapter, model, tmp_path)
+        lora.save_adapter(inject(make_model("plain")), tmp_path)
+        config = tmp_path / "adapter_config.json"
+        fields = json.loads(config.read_text())
+        config.write_text(json.dumps(fields | options))
+    with pytest.raises(ValueError, match=message):
+        act()
+    assert not lora.lora_layers(model)
+
+
+def test_new_layers_are_in_the_mode_of_those_that_they_replace(tmp_path):
+    pytest.importorskip("safetensors")
+    options = {"lora_dropout": 0.5, "quantize": "nf4"}
+    model = make_model("plain").eval()
+    model[2].train()
+    inject(model, **options)
+    assert [layer.training for layer in model[0].modules()] == [False, False]
+    assert [layer.training for layer in model[2].modules()] == [True, True]
+    lora.save_adapter(model, tmp_path)
+    loaded = lora.load_adapter(make_model("plain").eval(), tmp_path)
+    assert not any(layer.training for layer in loaded.modules())
+    lora.merge(loaded)
+    loaded(make_batch(0, 0))  # a merged layer would refuse to train
+
+
 def test_a_model_is_adapted_once():
     with pytest.raises(ValueError, match="already"):
         inject(adapted())
