@@ -26,8 +26,8 @@ Muon also all-reduces one byte per matrix. During step() it holds copies of grad
 of updates, 4Ψ. ShardedMuon sends its bytes in addition to FSDP's.
 
 Muon is bitwise equal to torch.optim.Muon on one device that adds up the ranks' gradients in rank
-order and then divides by N. So is ShardedMuon in fp32. In 16 bits, kernels round the end of a
-tensor differently, and a shard ends elsewhere.
+order and then divides by N. So are stacks and ShardedMuon in fp32. In 16 bits, kernels round the
+end of a tensor differently, and a stack or a shard ends elsewhere.
 
 Muon is for the matrices of hidden layers. Train embeddings, the head, norms and biases by AdamW:
 
@@ -35,13 +35,17 @@ Muon is for the matrices of hidden layers. Train embeddings, the head, norms and
     adamw = Zero1(model, torch.optim.AdamW, params=others)     # averages gradients, too
     adamw = torch.optim.AdamW(others)                          # instead, if `model` is in DDP
 
+The experts of expert_parallel.py are stacks (E, m, n), and other ranks have others. Call its
+average_gradients(), and give them a Muon whose process_group has the ranks with the same experts,
+or this rank alone.
+
 Run:      torchrun --nproc-per-node 2 muon.py          (python muon.py runs as one rank)
 Papers:   Jordan et al. 2024, Muon, kellerjordan.github.io/posts/muon; Liu et al. 2025, Muon is
           Scalable for LLM Training, arXiv 2502.16982
 Mirrors:  torch.optim.Muon (torch 2.9 and newer)
-Left out: stacked matrices, such as experts; complex or tensor-parallel ones; sparse gradients;
-          closures; overlap of the exchange with backward; updates sent along a ring or tree, which
-          many ranks need; 16-bit master weights (amp.py)
+Left out: complex matrices; convolutions; a stack with several owners; sparse gradients; closures;
+          overlap of the exchange with backward; updates sent along a ring or tree, which many ranks
+          need; 16-bit master weights (amp.py)
 
 Read section 1 for the idea (9 minutes), to section 4 for the technique (26), and the rest to use
 it as a library (32).
@@ -114,7 +118,7 @@ def apply_update(parameter, update, shape, options):
     lr = options["lr"]
     if torch.is_tensor(lr):
         lr = lr.squeeze()  # it may have one dimension
-    rows, columns = shape
+    rows, columns = shape[-2:]
     ratio = math.sqrt(max(1, rows / columns))
     if options["adjust_lr_fn"] == "match_rms_adamw":  # Liu et al., section 2.2
         ratio = 0.2 * math.sqrt(max(rows, columns))
@@ -148,9 +152,19 @@ def naive_step(parameters, state, options, process_group=None):
 
 
 def operations(shape):
-    """Return how many operations a step takes to orthogonalize a matrix: 4m²n + 2m³."""
-    m, n = sorted(shape)
-    return 4 * m**2 * n + 2 * m**3
+    """Return how many operations a step takes to orthogonalize a matrix: 4m²n + 2m³.
+
+    A stack of E matrices (E, m, n), such as the weights of experts, takes E times as many.
+    """
+    m, n = sorted(shape[-2:])
+    return math.prod(shape[:-2]) * (4 * m**2 * n + 2 * m**3)
+
+
+def orthogonalize_each(matrices, options):
+    """Orthogonalize a matrix, or each one of a stack."""
+    if matrices.ndim == 2:
+        return orthogonalize(matrices, options)
+    return torch.stack([orthogonalize(matrix, options) for matrix in matrices])
 
 
 def assign_owners(shapes, N):
@@ -185,7 +199,11 @@ class Muon(torch.optim.Optimizer):
     """torch.optim.Muon that averages gradients over `process_group`. Each rank does its share.
 
     All ranks begin with rank 0's parameters. A matrix is updated if any rank has a gradient for it.
-    Ranks without one send zeros. step() does not change .grad.
+    Ranks without one send zeros. step() does not change .grad. A parameter of shape (E, m, n) is a
+    stack of E matrices, and has one owner.
+
+    Call clip_grad_norm_(optimizer, max_norm) of this file to clip. That of torch.nn.utils would
+    clip each rank's own gradients, before their mean.
 
     `state` has only the momenta of own matrices. But state_dict() has all, on every rank, and
     torch.optim.Muon can load it. As with torch.optim.Muon, an inf or NaN in a gradient spoils the
@@ -223,7 +241,7 @@ class Muon(torch.optim.Optimizer):
         self.N = dist.get_world_size(process_group)
         self._find_options()
         self._shapes = {p: self._given.get(p, p.shape) for p in self._options}
-        self._numels = check(self)  # {parameter: number of its elements on each rank}
+        check_matrices(self)
         self._owned = assign_owners(self._shapes, self.N)
         self._start()
 
@@ -233,6 +251,8 @@ class Muon(torch.optim.Optimizer):
         self._any_matrix = next(iter(self._options))
 
     def _start(self):
+        # {parameter: number of its elements on each rank}
+        self._numels = {p: [p.numel()] * self.N for p in self._options}
         for parameter in self._options:
             values = parameter.data.contiguous()
             dist.broadcast(values, group=self.process_group, group_src=0)
@@ -244,23 +264,9 @@ class Muon(torch.optim.Optimizer):
             raise ValueError("step() takes no closure: call backward() before it")
         self._find_options()
         used = self._find_used()
-        own = used[self.rank]
-
-        # Gradients to the owners, which turn them into updates.
-        outgoing = [[self._part_for_owner(p) for p in matrices] for matrices in used]
-        numels = [[self._numels[p][rank] for p in own] for rank in range(self.N)]
-        received = self._exchange(outgoing, numels)
-        updates = self._compute_updates(own, received)
-
-        # Updates to all ranks.
-        numels = [[p.numel() for p in matrices] for matrices in used]
-        received = self._exchange(updates, numels)
-        for parameter, flat in zip(itertools.chain(*used), received, strict=True):
-            update = flat.view(parameter.shape)
-            if parameter.size(0) > parameter.size(-1):
-                # The strides of orthogonalize(), because 16-bit kernels round by strides.
-                update = update.T.contiguous().T
-            apply_update(parameter, update, self._shapes[parameter], self._options[parameter])
+        parts = self._send_to_owners(used)
+        updates = self._compute_updates(parts)
+        self._apply_updates(used, updates)
 
     def _find_used(self):
         """Return `_owned`, but only those matrices that any rank has a gradient for."""
@@ -270,6 +276,14 @@ class Muon(torch.optim.Optimizer):
         flags = flags.tolist()  # the host waits for the device
         used = set(itertools.compress(self._options, flags))
         return [[parameter for parameter in own if parameter in used] for own in self._owned]
+
+    def _send_to_owners(self, used):
+        """Return {own matrix: what the ranks sent for it, in rank order}."""
+        own = used[self.rank]
+        outgoing = [[self._part_for_owner(p) for p in matrices] for matrices in used]
+        numels = [[self._numels[p][rank] for p in own] for rank in range(self.N)]
+        received = self._exchange(outgoing, numels)
+        return {p: received[index :: len(own)] for index, p in enumerate(own)}
 
     def _part_for_owner(self, parameter):
         if parameter.grad is None:  # but another rank has a gradient
@@ -299,30 +313,50 @@ class Muon(torch.optim.Optimizer):
         sizes = itertools.chain(*numels)
         return received.split(list(sizes))
 
-    def _compute_updates(self, own, received):
+    def _compute_updates(self, parts):
         """Return, for each rank, what to send to it of the updates of own matrices."""
         outgoing = [[] for _ in range(self.N)]
-        for index, parameter in enumerate(own):
-            matrix = self._join(parameter, received[index :: len(own)])
-            update = orthogonalize(matrix, self._options[parameter])
+        for parameter, of_ranks in parts.items():
+            matrix = self._join(parameter, of_ranks)
+            update = orthogonalize_each(matrix, self._options[parameter])
             for rank, part in enumerate(self._parts_for_ranks(parameter, update)):
                 outgoing[rank].append(part)
         return outgoing
 
     def _join(self, parameter, gradients):
-        """Add the mean of the ranks' gradients to the momentum. Return what to orthogonalize."""
+        """Return what to orthogonalize: the momentum with the mean gradient."""
+        mean = self._mean(parameter, gradients)
+        return add_to_momentum(self.state[parameter], mean, self._options[parameter])
+
+    def _mean(self, parameter, gradients):
         # A sum in 16 bits would round each time, and in float16 overflow at 65504.
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         total = sum(gradient.to(dtype) for gradient in gradients)  # in rank order, as on one device
         # With the strides of the parameter, because matrix products round by strides.
         mean = torch.empty_like(parameter)
-        mean.copy_((total / self.N).view(mean.shape))
-        return add_to_momentum(self.state[parameter], mean, self._options[parameter])
+        return mean.copy_((total / self.N).view(mean.shape))
 
     def _parts_for_ranks(self, parameter, update):
         return [update] * self.N
 
+    def _apply_updates(self, used, updates):
+        """Send the updates to all ranks, which apply them."""
+        numels = [[p.numel() for p in matrices] for matrices in used]
+        received = self._exchange(updates, numels)
+        for parameter, flat in zip(itertools.chain(*used), received, strict=True):
+            update = flat.view(parameter.shape)
+            if parameter.ndim > 1 and parameter.size(-2) > parameter.size(-1):
+                # The strides of orthogonalize(), because 16-bit kernels round by strides.
+                update = update.mT.contiguous().mT
+            apply_update(parameter, update, self._shapes[parameter], self._options[parameter])
+
     # The library: see section 5.
+
+    def __getstate__(self):  # of copy.deepcopy() and pickle
+        raise TypeError(
+            "Muon has a process group, so it cannot be copied: make one for the copied parameters, "
+            "and load state_dict()"
+        )
 
     def state_dict(self):
         return whole_state_dict(self)
@@ -340,27 +374,54 @@ class Muon(torch.optim.Optimizer):
 # 4. ShardedMuon: each rank has a part of each matrix, of its mean gradient, and of its momentum.
 
 
+def view_of(whole, shape, offset):
+    """The box of a matrix, or of the flattened matrix if the box has one dimension."""
+    view = whole.view(-1) if len(shape) == 1 else whole
+    for dim, start in enumerate(offset):
+        view = view.narrow(dim, start, shape[dim])
+    return view
+
+
 class ShardedMuon(Muon):
     """Muon for parameters of which each rank has a part, as after fully_shard() of fsdp.py.
 
-    `shapes` is {parameter: shape of the whole matrix}. The parts, some perhaps empty, follow each
-    other in the flattened matrix in the order of the ranks. Their .grad is that of the mean
-    gradient. Here, state_dict() is only this rank's part: save and load fsdp.shards().
+    `shapes` is {parameter: shape of the whole matrix, or stack}. The parts, some perhaps empty,
+    follow each other in the flattened matrix in the order of the ranks. Their .grad is that of the
+    mean gradient. Here, state_dict() is only this rank's part: save and load fsdp.shards().
 
         shapes = {name: p.shape for name, p in model.named_parameters()}    # before fully_shard()
         shapes = {p: shapes[name] for name, p in model.named_parameters()}  # after it
         optimizer = ShardedMuon([p for p in model[1].parameters() if p.ndim == 2], shapes)
+
+    Parts that lie otherwise have `boxes`, {parameter: [(shape, offset), …]}, which follow each
+    other in this rank's flattened part. An offset is one in the whole matrix. For a slice of
+    tensor_parallel.py:
+
+        boxes = tensor_parallel.boxes_of(layer, "weight", layer.weight.shape)
+        shapes[layer.weight] = boxes[0].whole_shape
+        boxes = {layer.weight: [(box.shape, box.offset) for box in boxes]}
     """
 
-    def __init__(self, params, shapes, *args, **kwargs):
+    def __init__(self, params, shapes, *args, boxes=None, **kwargs):
         self._given = shapes
+        self._boxes = boxes or {}
         super().__init__(params, *args, **kwargs)
 
     def _start(self):
-        """Broadcast nothing: parts differ between ranks."""
-        for parameter, numels in self._numels.items():
-            if sum(numels) != math.prod(self._shapes[parameter]):
-                raise ValueError(f"parts of {numels} elements for {self._shapes[parameter]}")
+        """Broadcast nothing: parts differ between ranks. Find out which rank has what."""
+        own = [(p.numel(), self._boxes.get(p)) for p in self._options]
+        everyone = [None] * self.N
+        dist.all_gather_object(everyone, own, group=self.process_group)
+        self._numels = {}
+        self._boxes = {}  # {parameter: the boxes of each rank}
+        for parameter, of_ranks in zip(self._options, zip(*everyone, strict=True), strict=True):
+            self._numels[parameter] = [numel for numel, _ in of_ranks]
+            self._boxes[parameter] = []
+            start = 0  # in the flattened matrix
+            for numel, boxes in of_ranks:
+                self._boxes[parameter].append(boxes or [([numel], [start])])
+                start += numel
+        check_parts(self)
 
     def _part_for_owner(self, parameter):
         gradient = super()._part_for_owner(parameter)
@@ -368,17 +429,28 @@ class ShardedMuon(Muon):
         return momentum.bfloat16()
 
     def _join(self, parameter, parts):
-        return torch.cat(parts).view(self._shapes[parameter])
+        whole = parts[0].new_empty(self._shapes[parameter])
+        for boxes, part in zip(self._boxes[parameter], parts, strict=True):
+            views = [view_of(whole, *box) for box in boxes]
+            pieces = part.split([view.numel() for view in views])
+            for view, piece in zip(views, pieces, strict=True):
+                view.copy_(piece.view_as(view))
+        return whole
 
     def _parts_for_ranks(self, parameter, update):
-        return update.flatten().split(self._numels[parameter])
+        whole = update.contiguous()
+        outgoing = []
+        for boxes in self._boxes[parameter]:
+            pieces = [view_of(whole, *box).flatten() for box in boxes]
+            outgoing.append(torch.cat(pieces))
+        return outgoing
 
     state_dict = torch.optim.Optimizer.state_dict
     load_state_dict = torch.optim.Optimizer.load_state_dict
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. State dicts, and checks in the constructor.
+# 5. The library: state dicts, clipping, and checks.
 
 
 def whole_state_dict(optimizer):
@@ -401,40 +473,91 @@ def load_whole_state_dict(optimizer, state_dict):
         del optimizer.state[parameter]
 
 
-def check(optimizer):
-    """Return {parameter: its number of elements on each rank}. Raise an error if ranks differ.
+@torch.no_grad()
+def clip_grad_norm_(optimizer, max_norm, norm_type=2.0):
+    """Clip by the norm of the ranks' mean gradient of the optimizer's matrices, and return it.
 
-    Ranks compare first. Otherwise, if only one found an error, the others would wait for it.
+    Call it before step(). It sends the gradients to the owners once more. All ranks multiply their
+    own gradients by the same factor, and so their mean.
     """
-    if optimizer.rank < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in process_group")
-    ours = [repr(optimizer)]  # has the options of all groups
-    for group in optimizer.param_groups:
-        ours.append([f"{optimizer._shapes[p]}, {p.dtype}" for p in group["params"]])
-    numels = [parameter.numel() for parameter in optimizer._options]
-    everyone = [None] * optimizer.N
-    dist.all_gather_object(everyone, (ours, numels), group=optimizer.process_group)
-    found, numels = zip(*everyone, strict=True)
-    if found.count(ours) < len(found):
-        raise ValueError(f"ranks have different matrices or options: {found}")
-    for group in optimizer.param_groups:
-        # SGD refuses the same learning rates, momenta and decays as torch.optim.Muon.
-        shared = {name: group[name] for name in ("lr", "momentum", "weight_decay")}
-        torch.optim.SGD(group["params"], **shared)
-    members = set(dist.get_process_group_ranks(optimizer.process_group or dist.group.WORLD))
+    if isinstance(optimizer, ShardedMuon):
+        raise ValueError("ShardedMuon gets mean gradients: use clip_grad_norm_ of fsdp.py")
+    dtypes = {parameter.dtype for parameter in optimizer._options}
+    dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
+    parts = optimizer._send_to_owners(optimizer._find_used())
+    norms = [optimizer._any_matrix.new_zeros((), dtype=dtype)]  # a rank may own nothing
+    for parameter, gradients in parts.items():
+        mean = optimizer._mean(parameter, gradients)
+        norms.append(torch.linalg.vector_norm(mean, norm_type, dtype=dtype))
+    own_norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    everyone = [torch.empty_like(own_norm) for _ in range(optimizer.N)]
+    dist.all_gather(everyone, own_norm, group=optimizer.process_group)
+    norm = torch.linalg.vector_norm(torch.stack(everyone), norm_type)
+    torch.nn.utils.clip_grads_with_norm_(list(optimizer._options), max_norm, norm)
+    return norm
+
+
+def check_matrices(optimizer):
+    """Raise an error on all ranks if their matrices or options differ, or are not supported."""
+    shapes = optimizer._shapes
+    facts = [repr(optimizer)]  # has the options of all groups
+    for parameter, shape in shapes.items():
+        facts.append(f"{shape}, {parameter.dtype}, {is_part(optimizer, parameter)=}")
+    check_same_on_all_ranks("matrices and options", facts, optimizer.process_group)
     for parameter, group in optimizer._options.items():
-        shape = optimizer._shapes[parameter]
-        if len(shape) != 2:
-            raise ValueError(f"Muon only supports 2D parameters, not one with size: {shape}")
+        shape = shapes[parameter]
+        if len(shape) not in (2, 3):
+            raise ValueError(f"Muon only supports 2D parameters, and stacks of them, not {shape}")
         if parameter.is_complex():
             raise RuntimeError("Muon does not support complex parameters")
-        ranks = getattr(parameter, "differ_between_ranks", ())
-        if len(members.intersection(ranks)) > 1:
-            raise ValueError(f"the matrix of {shape} differs between ranks: {ranks}")
+        if is_part(optimizer, parameter):
+            raise ValueError(
+                f"the matrix of {shape} differs between ranks: {parameter.differ_between_ranks}; "
+                "use ShardedMuon, or for experts a process_group of ranks with the same ones"
+            )
         if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
             raise ValueError(f"adjust_lr_fn {group['adjust_lr_fn']} is not supported")
-    numels = zip(*numels, strict=True)
-    return dict(zip(optimizer._options, numels, strict=True))
+        # SGD refuses the same learning rates, momenta and decays as torch.optim.Muon.
+        shared = {name: group[name] for name in ("lr", "momentum", "weight_decay")}
+        torch.optim.SGD([parameter], **shared)
+
+
+def is_part(optimizer, parameter):
+    """Whether this is a slice of a matrix, or a stack of which other ranks have other matrices."""
+    ranks = set(getattr(parameter, "differ_between_ranks", ()))
+    if parameter.ndim == 3:
+        ranks &= set(dist.get_process_group_ranks(optimizer.process_group or dist.group.WORLD))
+    return len(ranks) > 1 and parameter not in optimizer._given
+
+
+def check_parts(optimizer):
+    """Raise ValueError unless the parts of all ranks make up each matrix."""
+    for parameter, numels in optimizer._numels.items():
+        shape = optimizer._shapes[parameter]
+        boxes = itertools.chain(*optimizer._boxes[parameter])
+        in_boxes = sum(math.prod(shape) for shape, _ in boxes)
+        if not sum(numels) == in_boxes == math.prod(shape):
+            raise ValueError(f"parts of {numels} elements, {in_boxes} in boxes, for {shape}")
+
+
+def check_same_on_all_ranks(what, facts, process_group=None):
+    """Raise ValueError on all ranks of the group unless they give the same `facts`, in order.
+
+    Collectives of different sizes or dtypes abort the process or return garbage, so the ranks
+    compare what they are about to communicate. What only one rank finds wrong is a fact, too.
+    """
+    if dist.get_rank(process_group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in process_group")
+    mine = [f"{number}: {fact}" for number, fact in enumerate(facts)]
+    everyone = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(everyone, mine, group=process_group)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            here = sorted(set(theirs).difference(everyone[0]))
+            there = sorted(set(everyone[0]).difference(theirs))
+            raise ValueError(
+                f"all ranks must have the same {what}: rank {rank} has {here}, rank 0 {there}"
+            )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -444,7 +567,7 @@ KINDS = ("qkv", "proj", "linear1", "linear2")  # the matrices of a block
 
 
 def main():
-    demo = Demo(__doc__)
+    demo = Demo(__doc__, steps=9)  # a step takes seconds on CPUs that have no bf16
     model = demo.start("muon", bitwise=True)
     matrices, others = split_parameters(model)
     # torch 2.9 and newer have it. Otherwise, compare with the class above on each rank alone.

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 from collections import defaultdict
 from functools import partial
 from itertools import chain
@@ -10,12 +11,15 @@ from types import SimpleNamespace
 import pool
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from claims.training import one_device
 from shared import Collectives, fake_world, loss_of, make_batch, randn
 
+import expert_parallel
 import fsdp
 import muon
+import tensor_parallel
 from muon import Muon, ShardedMuon
 
 needs_torch_2_9 = pytest.mark.skipif(
@@ -130,6 +134,93 @@ def test_matrices_train_bitwise_as_on_one_device(which):
     optimizer = our_muon(copy.deepcopy(PARAMETERS[which]))
     plain_optimizer = torch.optim.Muon(copy.deepcopy(PARAMETERS[which]), **OPTIONS)
     train_as_one_device(parameters_of(optimizer), optimizer, plain_optimizer)
+
+
+@needs_torch_2_9
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [TALL, WIDE])
+@pool.on(1, 3)
+def test_a_stack_trains_bitwise_as_its_matrices(shape, dtype):
+    plain = matrices(shape, shape, shape, dtype=dtype)
+    stack = stack_of(plain)
+    optimizer = our_muon([*matrices(SQUARE), stack])
+    plain_optimizer = torch.optim.Muon(plain, **OPTIONS)
+    for step in range(3):
+        own = copy.deepcopy(plain)
+        set_gradients(own, plain, step)
+        stack.grad = torch.stack([matrix.grad for matrix in own])
+        optimizer.step()
+        plain_optimizer.step()
+        assert_all_equal(stack, plain)
+
+
+def stack_of(plain):
+    values = [matrix.detach() for matrix in plain]
+    return nn.Parameter(torch.stack(values))
+
+
+def test_a_stack_takes_the_operations_of_its_matrices():
+    assert muon.operations((7, 100, 30)) == 7 * muon.operations((100, 30))
+
+
+@needs_torch_2_9
+@pool.on(2, 3)
+def test_experts_that_are_split_over_ranks_train_as_on_one_device():
+    """Each rank has other experts, so its process group is itself alone."""
+    alone = [dist.new_group([rank]) for rank in range(pool.world_size())]
+    plain = expert_parallel.MoE(6, 5, 6)
+    model = expert_parallel.parallelize(copy.deepcopy(plain), pool.group())
+    with pytest.raises(ValueError, match="differs between ranks"):
+        our_muon(model.experts.parameters())
+    options = {**OPTIONS, "process_group": alone[pool.rank()]}
+    optimizer = Muon(model.experts.parameters(), **options)
+    plain_optimizer = Muon(plain.experts.parameters(), **options)
+    for step in range(3):
+        for name, parameter in plain.experts.named_parameters():
+            parameter.grad = randn(parameter.shape, 10 * step + len(name), torch.float32)
+            own = parameter.grad.chunk(pool.world_size())[pool.rank()]
+            model.experts.get_parameter(name).grad = own
+        optimizer.step()
+        plain_optimizer.step()
+    full = expert_parallel.full_state_dict(model)
+    assert_all_equal(full.values(), plain.state_dict().values())
+
+
+@needs_torch_2_9
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pool.on(1, 3)
+def test_clipping_is_that_of_the_mean_gradient(norm_type):
+    plain = [*matrices(WIDE, TALL), *matrices(SQUARE, WIDE, dtype=torch.float64)]
+    ours = copy.deepcopy(plain)
+    optimizer = our_muon(ours)
+    set_gradients(ours, plain, 0)
+    expected = nn.utils.clip_grad_norm_(plain, 0.5, norm_type)
+    norm = muon.clip_grad_norm_(optimizer, 0.5, norm_type)
+    torch.testing.assert_close(norm, expected.to(norm.dtype), rtol=1e-5, atol=0.0)
+    for mine, theirs in zip(ours, plain, strict=True):
+        dist.all_reduce(mine.grad, group=pool.group())
+        mean = mine.grad / pool.world_size()
+        torch.testing.assert_close(mean, theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+@pool.on(3)
+def test_clipping_when_only_one_rank_has_a_gradient():
+    """Rank 2 has no matrix of its own."""
+    ours = matrices(WIDE, TALL)
+    optimizer = our_muon(ours)
+    if pool.rank() == 1:
+        ours[0].grad = torch.ones(WIDE)
+    norm = muon.clip_grad_norm_(optimizer, 100.0)
+    assert norm == pytest.approx((7 * 33) ** 0.5 / 3)
+    assert ours[1].grad is None
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+@pool.on(1)
+def test_a_copy_is_an_error_that_says_what_to_do(copied):
+    optimizer = our_muon(matrices(WIDE))
+    with pytest.raises(TypeError, match="make one for the copied parameters"):
+        copied(optimizer)
 
 
 @needs_torch_2_9
@@ -252,6 +343,65 @@ def test_shards_send_four_bytes_for_each_element_of_a_part():
     assert sent.bytes == 4 * (4 * 64) * 3 / 4
 
 
+PLANS = {"column": (34, 6), "row": (6, 34), (2, 4, 6): (12, 7)}  # kind: shape of the weight
+
+
+@needs_torch_2_9
+@pytest.mark.parametrize("kind", PLANS)
+@pool.on(2)
+def test_slices_of_tensor_parallel_layers_train_bitwise_as_whole_matrices(kind):
+    """Of a column layer, of a row layer, and of one that stacks several matrices."""
+    rows, columns = PLANS[kind]
+    plain = nn.Linear(columns, rows, bias=False)
+    model = nn.Sequential(copy.deepcopy(plain))
+    tensor_parallel.parallelize(model, {"0": kind}, pool.group())
+    weight = model[0].weight
+    with pytest.raises(ValueError, match="use ShardedMuon"):
+        our_muon([weight])
+    places = tensor_parallel.boxes_of(model[0], "weight", weight.shape)
+    boxes = {weight: [(box.shape, box.offset) for box in places]}
+    shapes = {weight: places[0].whole_shape}
+    options = {**OPTIONS, "process_group": pool.group()}
+    optimizer = ShardedMuon([weight], shapes, boxes=boxes, **options)
+    plain_optimizer = torch.optim.Muon(plain.parameters(), **OPTIONS)
+    for step in range(3):
+        plain.weight.grad = randn(plain.weight.shape, step, torch.float32)
+        weight.grad = tensor_parallel.shard(model[0], "weight", plain.weight.grad)
+        optimizer.step()
+        plain_optimizer.step()
+        whole = tensor_parallel.full_state_dict(model)["0.weight"]
+        assert torch.equal(whole, plain.weight)
+
+
+@needs_torch_2_9
+@pool.on(1, 3)
+def test_a_sharded_stack_trains_bitwise_as_its_matrices():
+    plain = matrices(TALL, TALL)
+    whole = stack_of(plain).detach()
+    parts = whole.flatten().tensor_split(pool.world_size())
+    part = nn.Parameter(parts[pool.rank()].clone())
+    optimizer = sharded_muon([part], {part: whole.shape})
+    plain_optimizer = torch.optim.Muon(plain, **OPTIONS)
+    for step in range(3):
+        for number, matrix in enumerate(plain):
+            matrix.grad = randn(TALL, 10 * step + number, torch.float32)
+        gradients = torch.stack([matrix.grad for matrix in plain])
+        parts = gradients.flatten().tensor_split(pool.world_size())
+        part.grad = parts[pool.rank()]
+        optimizer.step()
+        plain_optimizer.step()
+        expected = stack_of(plain).flatten().tensor_split(pool.world_size())
+        assert torch.equal(part, expected[pool.rank()])
+
+
+@pool.on(2)
+def test_parts_that_do_not_make_up_the_matrix_are_an_error():
+    part = nn.Parameter(torch.ones(2, 6))
+    for shape, boxes in (((4, 7), None), ((4, 6), {part: [((1, 6), (0, 0))]})):
+        with pytest.raises(ValueError, match="parts of"):
+            ShardedMuon([part], {part: shape}, boxes=boxes, process_group=pool.group())
+
+
 # ---- errors, on all ranks
 
 TWO = matrices(WIDE, TALL)
@@ -265,7 +415,7 @@ OF_RANK_1 = {
 @pool.on(3)
 def test_a_rank_that_differs_is_an_error_on_all(what):
     make = OF_RANK_1[what] if pool.rank() == 1 else partial(our_muon, TWO)
-    with pytest.raises(ValueError, match="different"):
+    with pytest.raises(ValueError, match="must have the same"):
         make()
 
 
@@ -286,6 +436,10 @@ REFUSED = {
     ),
     "a vector": (
         partial(our_muon, matrices((4,))),
+        "2D",
+    ),
+    "a convolution": (
+        partial(our_muon, matrices((4, 3, 3, 3))),
         "2D",
     ),
     "a group that comes later": (later_group, "constructor"),
