@@ -545,7 +545,8 @@ class Schedule:
 #   nn.init.eye_ and .data.normal_() are silently wrong.
 # - Only the forward of a unit sees whole parameters, and it must not write to them. If `self.pos`
 #   is a unit, call `self.pos(x)`: outside, `self.pos.weight` is a shard. A backward through a shard
-#   is an error. Without a backward, torch.norm(self.pos.weight) is silently that of the shard.
+#   is an error. Without a backward, torch.norm(self.pos.weight) is silently that of the shard, and
+#   backward(inputs=[self.pos.weight]) silently finds no gradient.
 # - A unit returns tensors in lists, tuples, dicts or dataclasses. Backward from a tensor in another
 #   object, such as a cache, is an error.
 # - A matrix becomes a shard of shape (1, n), and n may be 0. The optimizer must be elementwise, as
@@ -606,6 +607,7 @@ def fully_shard(
     module.register_forward_pre_hook(unit.pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(unit.post_forward, always_call=True)  # also if forward raises
     watch_owners(unit)
+    watch_first_forward(module)
     module._fsdp_unit = unit
     module.register_state_dict_pre_hook(check_is_full_state_dict)
     module.__deepcopy__ = check_is_no_copy
@@ -842,15 +844,24 @@ def materialize(device, owner):
 
 
 def watch_owners(unit):
-    """Refuse a backward that reaches a parameter before pre_backward. Cut state dicts."""
+    """Refuse a backward that would use freed memory or other values. Cut state dicts."""
 
     def check(*_):
         if not unit.awaits_post_backward:
             raise RuntimeError("backward reaches a unit through a tensor hidden in another object")
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph=True: second-order gradients would need what is freed")
 
     def check_outputs(module, args, output):
+        versions = [group.version for group in unit.groups]
+
+        def check_versions(*_):
+            if versions != [group.version for group in unit.groups]:
+                raise RuntimeError("shards changed between forward and backward; step afterwards")
+
         for tensor in tensors_in(output):
             tensor.grad_fn.register_prehook(check)  # runs after the hooks of the tensor
+            tensor.grad_fn.register_prehook(check_versions)
 
     parameters = [parameter for group in unit.groups for parameter in group.parameters]
     for parameter in parameters:
@@ -858,6 +869,18 @@ def watch_owners(unit):
     for module in {module for parameter in parameters for module, _ in parameter.owners}:
         module.register_forward_hook(check_outputs)
         module.register_load_state_dict_pre_hook(cut_state_dict)
+
+
+def watch_first_forward(module):
+    """Refuse parameters that were added after fully_shard: ranks would train them apart."""
+
+    def check(module, args):
+        handle.remove()
+        for name, parameter in module.named_parameters():
+            sharded_parameter(name, parameter)
+
+    # prepend: the other hook puts unsharded parameters on the module.
+    handle = module.register_forward_pre_hook(check, prepend=True)
 
 
 def call_in_backward(function, leaf):

@@ -787,6 +787,25 @@ def optimizer_made_before(_):
     optimizer.step()
 
 
+def step_between_forward_and_backward(unit):
+    loss = batch_loss(unit, 0, 0)
+    for shard in unit.parameters():
+        shard.grad = torch.ones_like(shard)
+    adamw(unit).step()
+    loss.backward()
+
+
+def gradient_penalty(unit):
+    x = make_batch(0, 0).requires_grad_()
+    (slope,) = torch.autograd.grad(unit(x).sum(), x, create_graph=True)
+    slope.norm().backward()
+
+
+def parameter_added_later(unit):
+    unit.scale = nn.Parameter(torch.ones(()))
+    unit(make_batch(0, 0))
+
+
 class Writes(nn.Linear):
     def forward(self, x):
         with torch.no_grad():
@@ -853,6 +872,9 @@ WRONG = {
     parameter_in_a_list: "replaced by fully_shard",
     view_of_a_parameter: "weight is a shard",
     optimizer_made_before: "make the optimizer after",
+    step_between_forward_and_backward: "changed between forward and backward",
+    gradient_penalty: "create_graph=True",
+    parameter_added_later: "scale is in no unit",
     write_in_forward: "forward wrote to Writes.weight",
     norm_type_zero: "positive number, or inf",
     moved: r"Linear\.weight was moved",
