@@ -5,10 +5,16 @@ from types import SimpleNamespace
 import environment
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import schedules
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 import pipeline
 
@@ -60,6 +66,51 @@ class Row:
             output_layouts=Shard(0) if sequence_parallel else Replicate(),
         )
         return styled(linear, style, process_group)
+
+
+class Embedding:
+    @staticmethod
+    def from_full(embedding, *, process_group):
+        whole = Replicate()
+        style = RowwiseParallel(input_layouts=whole, output_layouts=whole)
+        return styled(embedding, style, process_group)
+
+
+class LossParallel(torch.autograd.Function):
+    """Its backward must run inside loss_parallel(), too."""
+
+    @staticmethod
+    def forward(ctx, logits_shard, target, size, mesh, options):
+        shard = logits_shard.detach().requires_grad_()
+        with torch.enable_grad(), loss_parallel():
+            shape = torch.Size([*shard.shape[:-1], size])
+            stride = torch.empty(shape, device="meta").stride()
+            logits = DTensor.from_local(
+                shard, mesh, [Shard(shard.dim() - 1)], shape=shape, stride=stride
+            )
+            target_of_all = DTensor.from_local(target.flatten(), mesh, [Replicate()])
+            logits = logits.flatten(0, -2)
+            loss = F.cross_entropy(logits, target_of_all, reduction="none", **options)
+        ctx.inside = (shard, loss)
+        return loss.full_tensor().detach().view(target.shape)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        shard, loss = ctx.inside
+        with loss_parallel():
+            loss.backward(DTensor.from_local(gradient.flatten(), loss.device_mesh, [Replicate()]))
+        return shard.grad, None, None, None, None
+
+
+def vocab_cross_entropy(
+    logits_shard, target, label_smoothing=0.0, vocab_size=None, *, process_group
+):
+    mesh = DeviceMesh.from_group(process_group, environment.DEVICE_TYPE)
+    columns = logits_shard.shape[-1]
+    size = vocab_size or columns * process_group.size()
+    words = max(size - columns * process_group.rank(), 0)
+    options = {"label_smoothing": label_smoothing}
+    return LossParallel.apply(logits_shard[..., :words], target, size, mesh, options)
 
 
 def inject_lora(model, r, lora_alpha, target_modules):

@@ -332,6 +332,13 @@ def test_the_boxes_of_matrices_that_are_interleaved_in_memory_are_an_error():
     assert len(boxes) == 3
 
 
+@pool.on(2)
+def test_a_whole_parameter_is_one_box():
+    layer = split_layer(nn.Linear(6, 4), "row")
+    (box,) = tp.boxes_of(layer, "bias", layer.bias.shape)
+    assert box == (0, [4], [4], [0])
+
+
 @pytest.mark.parametrize("kind", ["vocab", "column"])  # T5's biases have a column per head
 @pool.on(2)
 def test_an_embedding_has_the_gradients_of_one_device(kind):
@@ -440,7 +447,7 @@ def test_the_loss_of_bfloat16_logits_is_computed_in_float32():
 @pytest.mark.parametrize("make", [nn.Linear, Conv1D])
 @pool.on(4)  # the last rank has only padding
 def test_a_head_pads_its_logits_with_minus_infinity_and_gathers_them_without_padding(make):
-    plain = make(6, 5).double()
+    plain = make(6, 9).double()
     x = randn((2, 6))
     expected = plain(x)
     options = {"pad": True, "process_group": pool.group()}
@@ -450,7 +457,7 @@ def test_a_head_pads_its_logits_with_minus_infinity_and_gathers_them_without_pad
     padded = F.pad(expected, (0, 3), value=-torch.inf)
     within(logits, padded)
     within(gathering_head(x), expected)
-    other = make(6, 5).double().state_dict()
+    other = make(6, 9).double().state_dict()
     tp.load_full_state_dict(head, other)
     bitwise(tp.full_state_dict(head), other)
 
@@ -512,13 +519,17 @@ def test_a_parameter_that_a_user_has_split_counts_as_split():
     within(norm**2, expected)
 
 
+plain_linear = partial(nn.Linear, 2, 2)
+
+
 @pytest.mark.parametrize(
-    "model",
-    [nn.Linear(2, 2), nn.ReLU()],
+    "make",
+    [plain_linear, nn.ReLU],
     ids=["without gradients", "without parameters"],
 )
 @pool.on(2)
-def test_the_norm_of_no_gradients_is_zero(model):
+def test_the_norm_of_no_gradients_is_zero(make):
+    model = make()
     norm = tp.clip_grad_norm_(model, 1.0, pool.group())
     bitwise(norm, torch.tensor(0.0))
 

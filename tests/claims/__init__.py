@@ -13,6 +13,7 @@ FILES = [  # in the order of the README's table
     "zero",
     "fsdp",
     "tensor_parallel",
+    "vocabulary",
     "pipeline",
     "amp",
     "lora",
