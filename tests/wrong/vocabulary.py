@@ -51,10 +51,10 @@ def plain(logits, target, label_smoothing=0.0, vocab_size=None, add=Sum, wrong="
     mean = add.apply(mean)
     if wrong == "local vocabulary":
         mean = shifted.mean(-1)
-    smooth = label_smoothing
     if wrong == "Megatron's smoothing":
-        smooth = label_smoothing * V / (V - 1)
-    chosen = (1 - smooth) * add.apply(of_target.squeeze(-1)) + smooth * mean
+        label_smoothing *= V / (V - 1)
+    of_target = add.apply(of_target.squeeze(-1))
+    chosen = of_target + label_smoothing * (mean - of_target)
     loss = total.log() - chosen
     return loss if wrong == "ignored count" else loss.masked_fill(ignored, 0.0)
 
