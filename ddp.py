@@ -13,6 +13,7 @@ bucket is all-reduced while backward computes the gradients of earlier layers. T
 The loss is a mean over samples. If ranks hold equal shares of the batch, the mean of their
 gradients is the gradient of the whole batch. With several micro-batches, each rank first adds up
 its own gradients; then the ranks average the sums. Parameters are broadcast once, at construction.
+If ranks have unequal numbers of tokens, divide by their sum: see docs/training_loops.md.
 
 Cost per rank in elements, with Adam, for a model of Ψ parameters on N ranks:
 

@@ -1,7 +1,7 @@
 """LoRA: fine-tune a model too large to train in full, by small corrections to some matrices.
 
 The matrix W is frozen. Backward computes gradients of the thin factors A and B only, and the ranks
-average these.
+average these. (If they have unequal numbers of tokens: docs/training_loops.md.)
 
     x ──┬── W (d × k), frozen; QLoRA: in 4 bits ──┬── y = W x + (α/r) B A x
         └── A (r × k) ── r numbers ── B (d × r) ──┘
