@@ -42,6 +42,8 @@ Each technique is in its own file. This file is about the places where they meet
                      the gradient 1 in its own backward.
     gradient norm    It counts each element once.
     gradients        FSDP sends them after a stage's last backward.
+    Muon             With --optimizer muon, each matrix of a block has an owner among the ranks of
+                     the stage. The owner gathers the momentum, whatever axes split the matrix.
     checkpoint       It has the plain model's names and shapes, and loads on any other grid.
 
 Sent per rank and step, in elements. A rank has m micro-batches of T tokens in attention, and T/t
@@ -95,6 +97,7 @@ import checkpoint
 import context_parallel
 import expert_parallel
 import fsdp
+import muon
 import pipeline
 import tensor_parallel
 from activation_checkpoint import checkpoint as recompute
@@ -322,6 +325,7 @@ class Grid:
         self.cp_group = self.new_groups(ranks, 3)
         self.tp_group = self.new_groups(ranks, 4)
         self.model_group = self.new_groups(ranks, 0, 2, 3, 4)  # the ranks that hold one replica
+        self.stage_group = self.new_groups(ranks, 2, 3, 4)  # they hold a stage once
         # For experts, the ranks of a stage and replica form another grid, of (efsdp, ep).
         by_expert = ranks.view(self.pp, self.replicate, -1, args.ep)
         self.efsdp_group = self.new_groups(by_expert, 2)
@@ -421,6 +425,28 @@ class WithLoss(torch.autograd.Function):
         return grad, grad.new_ones(())
 
 
+def is_for_muon(name, args):
+    """Muon trains the matrices of the blocks, without routers. AdamW trains the rest."""
+    if getattr(args, "optimizer", None) != "muon" or ".gate." in name:
+        return False
+    return ".attention." in name or ".mlp." in name
+
+
+def muon_options(args):
+    return {"lr": args.lr, "adjust_lr_fn": "match_rms_adamw"}
+
+
+def pieces_of_shard(trainer, name, start, tensor):
+    """Return what is in this rank's shard as checkpoint.Pieces of the plain model's tensor."""
+    pieces = []
+    for box in trainer.boxes[name]:
+        # The shard begins at element `start` of the slice, and the box at `first`.
+        pieces += checkpoint.flat_pieces(
+            tensor, box.shape, start - box.first, box.whole_shape, box.offset
+        )
+    return pieces
+
+
 class Trainer:
     """This rank's stages, their optimizer, and the step. `args` are the command line's flags."""
 
@@ -440,7 +466,11 @@ class Trainer:
         names = {name: p for stage in self.stages for name, p in stage.named_parameters()}
         self.parameters = list(names.values())  # shards
         self.whole = [p for name, p in names.items() if self.is_whole(name)]
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=args.lr)
+        others = [p for name, p in names.items() if not is_for_muon(name, args)]
+        self.optimizer = torch.optim.AdamW(others, lr=args.lr)
+        self.optimizers = [self.optimizer]
+        if len(others) < len(names):
+            self.optimizers.append(self.make_muon())
         self.pipeline = pipeline.Pipeline(
             self.stages,
             args.schedule,
@@ -476,6 +506,22 @@ class Trainer:
             "gradient_divide_factor": 1.0,  # the loss is divided already, so gradients are added up
         }
 
+    def make_muon(self):
+        """The owner of a matrix gathers it over the ranks of the stage, whatever split it."""
+        shapes = {}
+        boxes = {}
+        shards = [fsdp.shards(stage, self.optimizer) for stage in self.stages]
+        for name, _, start, shard, _ in itertools.chain(*shards):
+            if is_for_muon(name, self.args):
+                pieces = pieces_of_shard(self, name, start, shard.detach())
+                shapes[shard] = self.boxes[name][0].whole_shape
+                boxes[shard] = [(piece.tensor.shape, piece.offset) for piece in pieces]
+        options = muon_options(self.args)
+        options["process_group"] = self.grid.stage_group
+        optimizer = muon.ShardedMuon(shapes, shapes, boxes=boxes, **options)
+        optimizer.state = self.optimizer.state  # one for both, as checkpoints want it
+        return optimizer
+
     def is_whole(self, name):
         """Whether all tp ranks have this parameter, and use it for their parts of the sequence."""
         box = self.boxes[name][0]
@@ -490,7 +536,8 @@ class Trainer:
         All ranks return the same. The loss is without the auxiliary one.
         """
         self.steps += 1
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         # The pipeline takes the mean over micro-batches. The factor m makes it a sum.
         m = self.args.microbatches
         self.token_weight = m / count_tokens(targets)
@@ -503,7 +550,8 @@ class Trainer:
         self.reduce_whole()
         norm = self.clip_grad_norm_(self.args.clip_grad or math.inf).item()
         if math.isfinite(norm):  # otherwise no rank steps
-            self.optimizer.step()
+            for optimizer in self.optimizers:
+                optimizer.step()
         return self.sum_loss(loss), norm
 
     def loss_fn(self, logits, targets):
@@ -552,7 +600,8 @@ class Trainer:
 def pieces_of(trainer):
     """Return this rank's shards as checkpoint.Pieces of the plain model's tensors.
 
-    Keys are "weight/NAME", "exp_avg/NAME", "exp_avg_sq/NAME" and "step/NAME".
+    Keys are "weight/NAME", "exp_avg/NAME", "exp_avg_sq/NAME" and "step/NAME", and of Muon
+    "momentum_buffer/NAME".
     """
     pieces = {}
     for stage in trainer.stages:
@@ -562,18 +611,13 @@ def pieces_of(trainer):
                 if tensor.dim() == 0:  # AdamW's number of steps
                     pieces[key] = tensor
                     continue
-                pieces[key] = []
-                for box in trainer.boxes[name]:
-                    # The shard begins at element `start` of the slice, and the box at `first`.
-                    pieces[key] += checkpoint.flat_pieces(
-                        tensor, box.shape, start - box.first, box.whole_shape, box.offset
-                    )
+                pieces[key] = pieces_of_shard(trainer, name, start, tensor)
     return pieces
 
 
 # The arguments that decide what one device computes. Another grid computes the same.
 FIXED = ("model", "seed", "batch_size", "microbatches", "sequence_length")
-FIXED += ("lr", "clip_grad", "aux_weight", "data_checksum")
+FIXED += ("lr", "clip_grad", "aux_weight", "data_checksum", "optimizer")
 
 
 def save(trainer, directory, background=False):
@@ -586,7 +630,7 @@ def check_same_run(args, directory):
     """Raise ValueError if the run in `directory` computes something else than this one."""
     _, index = checkpoint.open_latest(Path(directory))
     for name, stored in index["extra"]["fixed"].items():
-        value = getattr(args, name)
+        value = getattr(args, name, None)
         if value != stored:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} {value}: the run in {directory} has {stored}")
@@ -605,6 +649,9 @@ def load(trainer, directory):
             "exp_avg": torch.zeros_like(shard),
             "exp_avg_sq": torch.zeros_like(shard),
         }
+    for optimizer in trainer.optimizers[1:]:
+        for shard in optimizer.param_groups[0]["params"]:
+            optimizer.state[shard] = {"momentum_buffer": torch.zeros_like(shard)}
     checkpoint.load(directory, pieces_of(trainer))
     trainer.steps = index["extra"]["step"]
 
@@ -677,6 +724,11 @@ FLAGS = {
     "--microbatches": {"type": int, "default": 4, "help": f"of a batch {DEFAULT}"},
     "--batch-size": {"type": int, "default": 16, "help": f"sequences, of all ranks {DEFAULT}"},
     "--sequence-length": {"type": int, "default": 32, "help": DEFAULT},
+    "--optimizer": {
+        "choices": ["adamw", "muon"],
+        "default": "adamw",
+        "help": f"muon: for the matrices of the blocks {DEFAULT}",
+    },
     "--lr": {"type": float, "default": 1e-3, "help": f"learning rate {DEFAULT}"},
     "--clip-grad": {"type": float, "default": 1.0, "help": f"largest norm, 0: none {DEFAULT}"},
     "--aux-weight": {"type": float, "default": 0.01, "help": f"of the auxiliary loss {DEFAULT}"},
@@ -801,10 +853,15 @@ class SentByAxis(fsdp.SentBytes):
 def train_on_one_device(config, args, batches, device, dtype):
     """Train the plain model. Yield (loss without auxiliary, gradient norm, model) of each step."""
     model = plain_model(config, args.seed).to(device, torch.promote_types(dtype, torch.float32))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    by_muon = [p for name, p in model.named_parameters() if is_for_muon(name, args)]
+    others = [p for name, p in model.named_parameters() if not is_for_muon(name, args)]
+    optimizers = [torch.optim.AdamW(others, lr=args.lr)]
+    if by_muon:  # torch.optim.Muon takes no stacks of experts
+        alone, _ = dist.new_subgroups(1)
+        optimizers.append(muon.Muon(by_muon, process_group=alone, **muon_options(args)))
     m = args.microbatches
     for inputs, targets in batches:
-        optimizer.zero_grad()
+        model.zero_grad()
         weight = 1 / count_tokens(targets)
         loss = 0.0
         for x, y in zip(inputs.to(device).chunk(m), targets.to(device).chunk(m), strict=True):
@@ -815,7 +872,8 @@ def train_on_one_device(config, args, batches, device, dtype):
             (losses * weight + args.aux_weight / m * aux_loss).backward()
             loss += losses.item() * weight
         norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad or math.inf)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         yield loss, norm.item(), model
 
 

@@ -40,6 +40,7 @@ DEFAULTS = {
     "recompute": False,
     "seed": 0,
     "data_checksum": 0,
+    "optimizer": "adamw",
 }
 
 
@@ -97,6 +98,20 @@ GRIDS = {
         "ep": 2,
         "recompute": True,
     },
+    "muon, experts over cp and tp": {"optimizer": "muon", "cp": 2, "tp": 2, "ep": 4},
+    "muon, replicate, no experts": {
+        "optimizer": "muon",
+        "model": "llama-tiny",
+        "replicate": 2,
+        "tp": 2,
+    },
+    "muon, interleaved, ep": {
+        **PIPELINE,
+        "optimizer": "muon",
+        "ep": 2,
+        "schedule": "interleaved_1f1b",
+        "stages_per_rank": 2,
+    },
     "no clipping, no auxiliary loss": {"tp": 2, "cp": 2, "clip_grad": 0.0, "aux_weight": 0.0},
 }
 
@@ -139,8 +154,9 @@ def test_no_rank_steps_if_one_gradient_is_not_finite():
     [
         ({"cp": 2, "tp": 2, "ep": 2}, {"pp": 2, "ep": 2}),
         ({"pp": 2, "replicate": 2}, {"tp": 4, "ep": 4}),
+        ({"tp": 2, "ep": 4, "optimizer": "muon"}, {"pp": 2, "cp": 2, "optimizer": "muon"}),
     ],
-    ids=["to a pipeline", "to four tp ranks"],
+    ids=["to a pipeline", "to four tp ranks", "muon"],
 )
 @pool.on(4)
 def test_a_checkpoint_loads_on_another_grid(saved, loaded, tmp_path):
@@ -154,7 +170,7 @@ def test_a_checkpoint_loads_on_another_grid(saved, loaded, tmp_path):
     five.load(second, tmp_path)
     second.step(*batches[2])
 
-    args = make_args()
+    args = make_args(optimizer=loaded.get("optimizer"))
     config = five.MODELS[args.model]
     *_, (_, _, plain) = five.train_on_one_device(config, args, batches, "cpu", torch.float64)
     assert second.steps == 3
@@ -169,7 +185,13 @@ def test_a_checkpoint_of_a_run_that_computes_something_else_is_refused_by_name(t
     five.save(make_trainer(make_args()), tmp_path)
     five.check_same_run(make_args(cp=2, schedule="gpipe"), tmp_path)
     changes = {"seed": 1, "batch_size": 4, "microbatches": 1, "sequence_length": 8}
-    changes |= {"lr": 0.1, "clip_grad": 1.0, "aux_weight": 0.0, "model": "llama-tiny"}
+    changes |= {
+        "optimizer": "muon",
+        "lr": 0.1,
+        "clip_grad": 1.0,
+        "aux_weight": 0.0,
+        "model": "llama-tiny",
+    }
     for name, value in changes.items():
         flag = name.replace("_", "-")
         with pytest.raises(ValueError, match=f"--{flag} {value}: the run in .* has"):
