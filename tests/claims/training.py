@@ -431,3 +431,64 @@ def trains_in_groups(make, make_module, **how):
 def groups_apart(make):
     """Two process groups train side by side and do not mix."""
     trains_in_groups(make, partial(make_model, "plain"))
+
+
+# ---- a loss over tokens, of which ranks and micro-batches have unequally many
+
+
+def trains_on_tokens(make, tokens, padded=True):
+    """tokens[rank][micro-batch] rows have a target. If padded, the rows after them are masked.
+
+    The loss is summed over them, and divided by the number of all ranks and micro-batches. The
+    implementation averages over N ranks, so a rank's loss is N times its share.
+    """
+    trainer = beside_one_device(make, "plain", "momentum", precision())
+    own = tokens[dist.get_rank()]
+    total = sum(map(sum, tokens))
+
+    def loss_of_rank(output):
+        squares = output[: next(counts)].square()
+        return len(tokens) / total * squares.sum()
+
+    for step in range(3):
+        rows = [each for r, n in enumerate(tokens) for each in rows_with_targets(r, step, n)]
+        output = trainer.plain(torch.cat(rows))
+        squares = output.square()
+        trainer.plain_optimizer.zero_grad()
+        (squares.sum() / total).backward()
+        counts = iter(own)
+        sizes = [5] * len(own) if padded else own
+        trainer.optimizer.zero_grad()
+        trainer.backward(rows_with_targets(dist.get_rank(), step, sizes), loss_of_rank)
+        compare_gradients(trainer, f"in step {step + 1}", exact=False)
+        trainer.optimizer.step()
+        trainer.plain_optimizer.step()
+        compare(trainer, f"after step {step + 1}", exact=False)
+
+
+def rows_with_targets(rank, step, counts):
+    """Return the first rows of each of a rank's micro-batches."""
+    batches = [make_batch(rank, 10 * step + micro, precision()) for micro in range(len(counts))]
+    return [batch[:count] for batch, count in zip(batches, counts, strict=True)]
+
+
+on_tokens = partial(say, check=trains_on_tokens, kinds=ALL)
+on_tokens(
+    "unequal_tokens",
+    "Ranks with 1, 3 and 5 tokens train as one device on all 9, if the loss is divided by 9 / 3.",
+    [3],
+    tokens=[[1], [3], [5]],
+    padded=False,
+)
+on_tokens(
+    "a_rank_without_tokens",
+    "A rank whose tokens are all masked trains as the others do, and counts as a rank.",
+    [3],
+    tokens=[[1], [3], [0]],
+)
+on_tokens(
+    "unequal_micro_batches",
+    "Micro-batches with unequally many tokens train as one batch, if the loss is divided once.",
+    [2],
+    tokens=[[1, 0, 4], [2, 5, 0]],
+)

@@ -97,6 +97,43 @@ SendsUnderNoSync = changed(
 )
 
 
+class WeighsRanksByRows(PlainDDP):
+    """Takes each rank's loss for a mean over its rows. Here it is divided already."""
+
+    def forward(self, x):
+        self.rows = torch.tensor(float(len(x)))
+        return super().forward(x)
+
+    def mean(self, gradient):
+        return summed(gradient * self.rows) / summed(self.rows)
+
+
+class LeavesOutIdleRanks(PlainDDP):
+    """Divides by the number of ranks that have a gradient. A rank without tokens counts as well."""
+
+    def mean(self, gradient):
+        active = summed(gradient.any().float())
+        return summed(gradient) / active.clamp(min=1)
+
+
+class AveragesMicroBatches(PlainDDP):
+    """Divides by the number of micro-batches. The loss may be divided already."""
+
+    micro_batches = 1
+
+    @contextmanager
+    def no_sync(self):
+        self.micro_batches += 1
+        yield
+
+    def mean(self, gradient):
+        return super().mean(gradient) / self.micro_batches
+
+    def finish_gradient_synchronization(self):
+        super().finish_gradient_synchronization()
+        self.micro_batches = 1
+
+
 MISTAKES = {
     "ddp": {
         "SumsGradients": "mean_gradient",
@@ -109,6 +146,9 @@ MISTAKES = {
         "OwnBuffers": "buffers",
         "LastMicroBatchOnly": "accumulation",
         "SendsUnderNoSync": "no_sync_is_silent",
+        "WeighsRanksByRows": "unequal_tokens",
+        "LeavesOutIdleRanks": "a_rank_without_tokens",
+        "AveragesMicroBatches": "unequal_micro_batches",
     },
 }
 RIGHT = {"ddp": {"PlainDDP": ["overlap", "different_models"]}}
