@@ -15,6 +15,10 @@ gradients is the gradient of the whole batch. With several micro-batches, each r
 its own gradients; then the ranks average the sums. Parameters are broadcast once, at construction.
 If ranks have unequal numbers of tokens, divide by their sum: see docs/training_loops.md.
 
+If ranks have unequal numbers of unmasked tokens, a mean of means is wrong. Then a rank's loss is N
+times the sum over its tokens, divided by the number of tokens of all ranks and micro-batches.
+docs/training_loops.md has the lines.
+
 Cost per rank in elements, with Adam, for a model of Ψ parameters on N ranks:
 
                               parameters   gradients   optimizer   sent per step
@@ -29,7 +33,7 @@ Run:      torchrun --nproc-per-node 2 ddp.py            (--idea trains with sect
           python ddp.py runs one rank
 Paper:    Li et al. 2020, PyTorch Distributed, arXiv 2006.15704, section 3.2
 Mirrors:  torch.nn.parallel.DistributedDataParallel
-Left out: join() for uneven inputs; static_graph; gradients of gradients; gradients that stay
+Left out: join() for uneven inputs; static_graph; backward(create_graph=True); gradients that stay
           sparse; parameters that are unfrozen, added or cast after construction
 See also: zero.py shards the optimizer state, fsdp.py the parameters as well
 """

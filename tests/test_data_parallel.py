@@ -91,6 +91,11 @@ def test_tensors_of_different_numbers_of_chunks_are_an_error():
         dp.scatter((x, x[:1]), TWO)
 
 
+def test_what_is_no_tensor_goes_to_as_many_devices_as_there_are_chunks():
+    x = torch.ones(1, 2)
+    assert str(dp.scatter((x, "name"), TWO)) == str([(x, "name")])
+
+
 def test_scalars_become_a_vector_with_a_warning():
     with pytest.warns(UserWarning, match="scalars"):
         joined = dp.gather([torch.tensor(1), torch.tensor(2)], "cpu")
