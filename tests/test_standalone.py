@@ -99,7 +99,7 @@ def test_the_demos_set_up_is_one_short_text():
 RULE = "# " + "-" * 98
 LAST = re.compile(r"to\s+section\s+(\d+)\s+for\s+the\s+technique")
 TECHNIQUES = [path for path in sorted(ROOT.glob("*.py")) if LAST.search(path.read_text())]
-NOT_YET = {"expert_parallel.py", "fsdp.py", "lora.py", "muon.py"}
+NOT_YET = {"muon.py"}
 
 
 def functions_and_classes(text):
