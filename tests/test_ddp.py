@@ -384,6 +384,21 @@ def test_a_hook_on_gpus_over_an_old_gloo_is_refused(backends, version, is_refuse
 
 
 @pool.on(2)
+def test_a_hook_sees_which_bucket_it_gets():
+    model = wrap(nn.Linear(3, 2), bucket_cap_mb=TINY)
+    seen = []
+
+    def hook(group, bucket):
+        shapes = [tuple(gradient.shape) for gradient in bucket.gradients()]
+        seen.append((bucket.index(), bucket.is_last(), shapes))
+        return default_hooks.allreduce_hook(group, bucket)
+
+    model.register_comm_hook(pool.group(), hook)
+    model(torch.ones(1, 3)).sum().backward()
+    assert sorted(seen) == [(0, False, [(2,)]), (1, True, [(2, 3)])]
+
+
+@pool.on(2)
 def test_powersgd_does_what_it_does_in_pytorchs_class():
     modules = []
     for implementation in (ddp.DDP, TorchDDP):

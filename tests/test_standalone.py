@@ -99,7 +99,6 @@ def test_the_demos_set_up_is_one_short_text():
 RULE = "# " + "-" * 98
 LAST = re.compile(r"to\s+section\s+(\d+)\s+for\s+the\s+technique")
 TECHNIQUES = [path for path in sorted(ROOT.glob("*.py")) if LAST.search(path.read_text())]
-NOT_YET = {"muon.py"}
 
 
 def functions_and_classes(text):
@@ -139,8 +138,7 @@ def called_from_below(text):
 @pytest.mark.cpu
 @pytest.mark.parametrize("path", TECHNIQUES, ids=lambda path: path.name)
 def test_the_technique_calls_nothing_that_stands_below_it_except_checks(path):
-    if path.name not in NOT_YET:
-        assert called_from_below(path.read_text()) == set()
+    assert called_from_below(path.read_text()) == set()
 
 
 @pytest.mark.cpu
