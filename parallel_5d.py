@@ -44,6 +44,8 @@ Each technique is in its own file. This file is about the places where they meet
     gradients        FSDP sends them after a stage's last backward.
     Muon             With --optimizer muon, each matrix of a block has an owner among the ranks of
                      the stage. The owner gathers the momentum, whatever axes split the matrix.
+    documents        With --packed, every rank knows those of whole sequences: cp needs them, and
+                     positions start again in each.
     checkpoint       It has the plain model's names and shapes, and loads on any other grid.
 
 Sent per rank and step, in elements. A rank has m micro-batches of T tokens in attention, and T/t
@@ -95,6 +97,7 @@ import torch.nn.functional as F
 
 import checkpoint
 import context_parallel
+import data
 import expert_parallel
 import fsdp
 import muon
@@ -102,6 +105,7 @@ import pipeline
 import tensor_parallel
 from activation_checkpoint import checkpoint as recompute
 from context_parallel import ring_attention
+from flash_attention import each_document
 
 # --------------------------------------------------------------------------------------------------
 # 1. The model on one device: Llama, or Mixtral if it has experts. Activations are (sequence, batch,
@@ -192,29 +196,36 @@ class Attention(nn.Module):
         self.proj = nn.Linear(config.hidden, config.hidden, bias=False)
         self.cp_group = None  # on the grid: each rank of it has a part of the sequence
 
-    def forward(self, x):
+    def forward(self, x, documents=None, positions=None):  # both of the whole sequence, (batch, S)
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).movedim(0, 2)
         t = sum(self.heads) // heads.shape[1]  # tensor-parallel ranks, each with 1/t of the heads
         q, k, v = heads.split([number // t for number in self.heads], dim=1)  # (batch, heads, S, D)
+        if positions is None:
+            length = q.shape[2] * (1 if self.cp_group is None else self.cp_group.size())
+            positions = torch.arange(length, device=x.device)[None]
+        if self.cp_group is not None:
+            positions = context_parallel.split_sequence(positions, 1, self.cp_group)
+        angles = rotary_angles(positions, self.head_dim, self.theta)
+        q = rotate(q, angles)
+        k = rotate(k, angles)
         if self.cp_group is None:
-            positions = torch.arange(q.shape[2])
             attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-        else:
-            # Of the tokens of all tp ranks, because qkv has gathered the sequence over tp.
-            length = q.shape[2] * self.cp_group.size()
-            positions = context_parallel.positions(length, self.cp_group)
-            attend = partial(ring_attention, causal=True, process_group=self.cp_group)
-        q = rotate(q, positions, self.theta)
-        k = rotate(k, positions, self.theta)
-        y = attend(q, k, v)
+            y = each_document(attend, q, k, v, None, documents)
+        else:  # the tokens of all tp ranks, because qkv has gathered the sequence over tp
+            y = ring_attention(
+                q, k, v, causal=True, process_group=self.cp_group, documents=documents
+            )
         return self.proj(y.movedim(2, 0).flatten(2))
 
 
-def rotate(x, positions, theta):
-    """Rotary embedding (Su et al. 2021, arXiv 2104.09864) of x (batch, heads, S, D), in halves."""
-    D = x.shape[-1]
-    frequencies = theta ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
-    angles = (positions[:, None] * frequencies).to(x.device)
+def rotary_angles(positions, D, theta):
+    """Angles (batch, 1, S, D/2) for positions (batch, S) (Su et al. 2021, arXiv 2104.09864)."""
+    halves = torch.arange(0, D, 2, dtype=torch.float64, device=positions.device)
+    return positions[:, None, :, None] * theta ** (-halves / D)
+
+
+def rotate(x, angles):
+    """Rotary embedding of x (batch, heads, S, D), in halves."""
     cos = angles.cos().to(x.dtype)
     sin = angles.sin().to(x.dtype)
     a, b = x.chunk(2, dim=-1)
@@ -245,8 +256,8 @@ class Block(nn.Module):
             self.mlp = MLP(config)
         self.aux_weight = 0.0  # on the grid: of the auxiliary loss of a micro-batch
 
-    def forward(self, x):
-        x = x + self.attention(self.norm1(x))
+    def forward(self, x, *fields):
+        x = x + self.attention(self.norm1(x), *fields)
         y = self.mlp(self.norm2(x))
         if self.has_experts and self.aux_weight:
             y = WithLoss.apply(y, self.aux_weight * self.mlp.aux_loss)
@@ -271,11 +282,15 @@ class Stage(nn.Sequential):
         for number, layer in layers.items():
             self.add_module(str(number), layer)
         self.recomputes = recomputes  # backward computes the activations of the blocks again
+        self.fields = None  # packed: yields (documents, positions) of one micro-batch after another
 
     def forward(self, x):
+        fields = next(self.fields) if self.fields else ()
         for layer in self:
-            again = self.recomputes and isinstance(layer, Block)
-            x = recompute(layer, x) if again else layer(x)
+            if not isinstance(layer, Block):
+                x = layer(x)
+            else:
+                x = recompute(layer, x, *fields) if self.recomputes else layer(x, *fields)
         return x
 
 
@@ -299,6 +314,12 @@ def plain_model(config, seed=0):
     """The whole model: (batch, sequence) tokens to (sequence, batch, vocab) logits."""
     numbers = range(config.layers + 2)
     return Stage({number: build_layer(config, number, seed) for number in numbers})
+
+
+def packed_fields(inputs, device):
+    """Yield (documents, positions) of each micro-batch. A line of text is a document."""
+    documents, positions, _ = data.document_fields(inputs, ord("\n"))
+    return zip(documents.to(device), positions.to(device), strict=True)
 
 
 def count_tokens(targets):
@@ -340,10 +361,14 @@ class Grid:
         group, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)
         return group
 
+    def own_sequences(self, batch, num_microbatches):
+        """Return this rank's sequences of each micro-batch, (m, b, S), of a batch (B, S)."""
+        parts = batch.unflatten(0, (num_microbatches, self.replicate, self.shard, -1))
+        return parts[:, self.replicate_rank, self.shard_rank]
+
     def own_part(self, batch, num_microbatches):
         """Return this rank's part of each micro-batch, (m · b, S/cp), of a batch (B, S)."""
-        parts = batch.unflatten(0, (num_microbatches, self.replicate, self.shard, -1))
-        own = parts[:, self.replicate_rank, self.shard_rank].flatten(0, 1)
+        own = self.own_sequences(batch, num_microbatches).flatten(0, 1)
         return context_parallel.split_sequence(own, 1, self.cp_group)
 
 
@@ -541,6 +566,10 @@ class Trainer:
         # The pipeline takes the mean over micro-batches. The factor m makes it a sum.
         m = self.args.microbatches
         self.token_weight = m / count_tokens(targets)
+        if getattr(self.args, "packed", False):
+            sequences = self.grid.own_sequences(inputs, m)
+            for stage in self.stages:
+                stage.fields = packed_fields(sequences, self.device)
         inputs = self.grid.own_part(inputs, m).to(self.device)
         targets = self.grid.own_part(targets, m).to(self.device)
         with ExitStack() as stack:  # FSDP gathers once per step, not once per micro-batch
@@ -617,7 +646,7 @@ def pieces_of(trainer):
 
 # The arguments that decide what one device computes. Another grid computes the same.
 FIXED = ("model", "seed", "batch_size", "microbatches", "sequence_length")
-FIXED += ("lr", "clip_grad", "aux_weight", "data_checksum", "optimizer")
+FIXED += ("packed", "lr", "clip_grad", "aux_weight", "data_checksum", "optimizer")
 
 
 def save(trainer, directory, background=False):
@@ -733,6 +762,7 @@ FLAGS = {
     "--clip-grad": {"type": float, "default": 1.0, "help": f"largest norm, 0: none {DEFAULT}"},
     "--aux-weight": {"type": float, "default": 0.01, "help": f"of the auxiliary loss {DEFAULT}"},
     "--recompute": {"action": "store_true", "help": "blocks' activations in backward"},
+    "--packed": {"action": "store_true", "help": "a line of text is a document of its own"},
     "--metrics": {"metavar": "FILE", "help": "write a line of JSON per step to FILE"},
     "--save": {"metavar": "DIR", "help": "save a checkpoint in DIR after every step"},
     "--save-background": {"action": "store_true", "help": "train on while a thread writes"},
@@ -864,6 +894,8 @@ def train_on_one_device(config, args, batches, device, dtype):
         model.zero_grad()
         weight = 1 / count_tokens(targets)
         loss = 0.0
+        if getattr(args, "packed", False):
+            model.fields = packed_fields(inputs.unflatten(0, (m, -1)), device)
         for x, y in zip(inputs.to(device).chunk(m), targets.to(device).chunk(m), strict=True):
             logits = model(x).flatten(0, 1)  # the sequence comes first, so y is transposed
             losses = F.cross_entropy(logits, y.T.flatten(), ignore_index=IGNORE, reduction="sum")

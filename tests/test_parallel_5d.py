@@ -41,6 +41,7 @@ DEFAULTS = {
     "seed": 0,
     "data_checksum": 0,
     "optimizer": "adamw",
+    "packed": False,
 }
 
 
@@ -52,6 +53,8 @@ def make_batch(args, number):
     generator = torch.Generator().manual_seed(number)
     shape = (args.batch_size, args.sequence_length + 1)
     tokens = torch.randint(256, shape, generator=generator)
+    if args.packed:
+        tokens[tokens % 8 == 0] = ord("\n")  # the end of a document
     share = torch.linspace(0, 0.9, args.batch_size)[:, None]  # of masked targets, by sequence
     is_masked = torch.rand(shape, generator=generator)[:, 1:] < share
     return tokens[:, :-1], tokens[:, 1:].masked_fill(is_masked, five.IGNORE)
@@ -112,6 +115,21 @@ GRIDS = {
         "schedule": "interleaved_1f1b",
         "stages_per_rank": 2,
     },
+    "packed, cp, tp": {"cp": 2, "tp": 2, "packed": True},
+    "packed, zero bubble, cp, recomputed": {
+        **PIPELINE,
+        "cp": 2,
+        "schedule": "zero_bubble",
+        "recompute": True,
+        "packed": True,
+    },
+    "packed, interleaved, replicate": {
+        **PIPELINE,
+        "replicate": 2,
+        "schedule": "interleaved_1f1b",
+        "stages_per_rank": 2,
+        "packed": True,
+    },
     "no clipping, no auxiliary loss": {"tp": 2, "cp": 2, "clip_grad": 0.0, "aux_weight": 0.0},
 }
 
@@ -120,6 +138,18 @@ GRIDS = {
 @pool.on(4)
 def test_a_grid_trains_as_one_device(grid):
     assert largest_difference(make_args(**grid)) < 1e-12
+
+
+def test_a_document_is_computed_as_if_it_were_alone():
+    """A line of text is a document. The first one has 4 tokens, the second one 2, the last 1."""
+    model = five.plain_model(five.MODELS["llama-tiny"]).double()
+    tokens = torch.tensor([[65, 66, 67, 10, 68, 10, 69]])
+    model.fields = five.packed_fields(tokens[None], "cpu")
+    packed = model(tokens)
+    model.fields = None
+    alone = torch.cat([model(document) for document in tokens.split([4, 2, 1], 1)])
+    torch.testing.assert_close(packed, alone, rtol=0, atol=1e-12)
+    assert (packed - model(tokens)).abs().max() > 1e-3
 
 
 def test_eight_ranks_train_as_one_device():
