@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    SequenceParallel,
     loss_parallel,
     parallelize_module,
 )
@@ -74,6 +75,17 @@ class Embedding:
         whole = Replicate()
         style = RowwiseParallel(input_layouts=whole, output_layouts=whole)
         return styled(embedding, style, process_group)
+
+
+def tp_block(block, process_group):
+    """As torchtitan splits Qwen3: the norms of q and k get heads, dimension 2, that are split."""
+    mesh = DeviceMesh.from_group(process_group, environment.DEVICE_TYPE)
+    plan = {name: ColwiseParallel() for name in ("q", "k", "v", "gate", "up")}
+    plan |= {name: RowwiseParallel() for name in ("proj", "down")}
+    if hasattr(block, "q_norm"):
+        norm = SequenceParallel(sequence_dim=2, use_local_output=True)
+        plan |= {"q_norm": norm, "k_norm": norm}
+    return parallelize_module(block, mesh, plan)
 
 
 class LossParallel(torch.autograd.Function):

@@ -14,6 +14,7 @@ FILES = [  # in the order of the README's table
     "fsdp",
     "tensor_parallel",
     "vocabulary",
+    "tp_block",
     "pipeline",
     "amp",
     "lora",

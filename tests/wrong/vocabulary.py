@@ -36,10 +36,9 @@ def plain(logits, target, label_smoothing=0.0, vocab_size=None, add=Sum, wrong="
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits = logits.masked_fill(~is_word, -torch.inf)
     largest = logits.detach().amax(-1, keepdim=True)
-    if wrong == "no maximum":
-        largest.zero_()
-    elif wrong != "own maximum":
+    if wrong != "own maximum":
         dist.all_reduce(largest, dist.ReduceOp.MAX)
+    largest *= wrong != "no maximum"
     shifted = logits - largest
     ignored = target == -100
     place = target.masked_fill(ignored, 0).unsqueeze(-1) - first

@@ -1,0 +1,72 @@
+"""Mistakes in splitting a transformer block, and the claim that catches each."""
+
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from claims.tp_block import split
+
+
+def forgets_norms_inside(block, process_group):
+    """Each rank has the gradient of its own heads only, and replicas drift apart."""
+    names = block._modules.keys() & {"q_norm", "k_norm"}
+    norms = {name: block._modules.pop(name) for name in sorted(names)}
+    split(block, process_group)
+    for name, norm in norms.items():
+        block.add_module(name, norm)
+    return without_checks(block)
+
+
+def without_checks(block):
+    """Ours would find the mistake."""
+    block.proj._forward_pre_hooks.clear()
+    block.down._forward_pre_hooks.clear()
+    return block
+
+
+class AddsItsBiasOnEveryRank(nn.Module):
+    def __init__(self, row):
+        super().__init__()
+        self.row = row
+        self.weight = row.weight
+        self.bias = row.bias
+        row.bias = None
+
+    def forward(self, x):
+        return self.row(x) + dist.get_world_size() * self.bias
+
+
+def adds_biases_on_every_rank(block, process_group):
+    split(block, process_group)
+    block.proj = AddsItsBiasOnEveryRank(block.proj)
+    block.down = AddsItsBiasOnEveryRank(block.down)
+    return block
+
+
+class ForgetsF(nn.Module):
+    """The gradient of its input is this rank's part."""
+
+    def __init__(self, column):
+        super().__init__()
+        self.weight = column.weight
+        self.bias = column.bias
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)
+
+
+def forgets_f(block, process_group):
+    split(block, process_group)
+    for name in ("q", "k", "v", "gate", "up"):
+        column = getattr(block, name)
+        setattr(block, name, ForgetsF(column))
+    return without_checks(block)
+
+
+MISTAKES = {
+    "tp-block": {
+        "forgets_norms_inside": "norms_inside",
+        "adds_biases_on_every_rank": "block",
+        "forgets_f": "block",
+    },
+}
+RIGHT = {}
