@@ -236,7 +236,7 @@ class Bucket:
         dtype = torch.float32 if self.flat.itemsize == 2 else self.flat.dtype
         device = offload or self.flat.device
         self.master = self.shard.to(device, dtype, copy=self.copies_shard)
-        if self.flat.is_cuda and not self.master.is_cuda:
+        if offload and self.flat.is_cuda:
             self.master = self.master.pin_memory()  # copies are faster
         self.slots = [Slot(parameter, self) for parameter in parameters]
         self.grad = None  # step() divides it by N
@@ -781,7 +781,7 @@ def adopt_user_writes(optimizer):
         if bucket.master is not bucket.shard and bucket.viewed is bucket.flat:
             values = bucket.shard.to(bucket.master.device)
             unchanged = bucket.master.to(values.dtype) == values
-            bucket.master.copy_(torch.where(unchanged, bucket.master, values))
+            torch.where(unchanged, bucket.master, values, out=bucket.master)
 
 
 def clip_grad_norm_(optimizer, max_norm, norm_type, counted, process_groups):

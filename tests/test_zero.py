@@ -492,6 +492,23 @@ def test_what_is_written_to_16_bit_parameters_or_loaded_reaches_masters_that_kee
     assert_bitwise(ours.state_dict(), before)
 
 
+def test_offloaded_masters_of_a_gpu_are_pinned(monkeypatch):
+    pinned = []
+
+    def pin_memory(tensor):
+        pinned.append(tensor)
+        return tensor
+
+    with fake_world(2, rank=0), monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "is_cuda", True)
+        patched.setattr(torch.Tensor, "pin_memory", pin_memory)
+        zero.Bucket(list(plain_model().parameters()), None, None)
+        assert not pinned
+        bucket = zero.Bucket(list(plain_model().parameters()), None, "cpu")
+    assert len(pinned) == 1
+    assert pinned[0] is bucket.master
+
+
 # ---- Costs
 
 
