@@ -223,7 +223,8 @@ def reduce_scatter_parts(parts, rank, group):
     for step in range(N - 1):
         leaving = parts[(rank - 1 - step) % N]
         arriving = parts[(rank - 2 - step) % N]
-        receive_and_add(arriving, (rank - 1) % N, group, (isend, leaving, (rank + 1) % N))
+        send = (isend, leaving, (rank + 1) % N)
+        receive_and_add(arriving, (rank - 1) % N, group, send)
 
 
 def reduce_scatter_in_chunks(parts, rank, group, chunks):
@@ -250,7 +251,8 @@ def all_gather_parts(parts, rank, group):
     for step in range(N - 1):
         leaving = parts[(rank - step) % N]
         arriving = parts[(rank - 1 - step) % N]
-        exchange(group, (isend, leaving, (rank + 1) % N), (irecv, arriving, (rank - 1) % N))
+        send = (isend, leaving, (rank + 1) % N)
+        exchange(group, send, (irecv, arriving, (rank - 1) % N))
 
 
 def ring_all_reduce(tensor, process_group=None, *, chunks=1):

@@ -157,7 +157,8 @@ def operations(shape):
     A stack of E matrices (E, m, n), such as the weights of experts, takes E times as many.
     """
     m, n = sorted(shape[-2:])
-    return math.prod(shape[:-2]) * (4 * m**2 * n + 2 * m**3)
+    number = math.prod(shape[:-2])  # of matrices
+    return number * (4 * m**2 * n + 2 * m**3)
 
 
 def orthogonalize_each(matrices, options):
@@ -283,7 +284,10 @@ class Muon(torch.optim.Optimizer):
         outgoing = [[self._part_for_owner(p) for p in matrices] for matrices in used]
         numels = [[self._numels[p][rank] for p in own] for rank in range(self.N)]
         received = self._exchange(outgoing, numels)
-        return {p: received[index :: len(own)] for index, p in enumerate(own)}
+        parts = {}
+        for index, parameter in enumerate(own):
+            parts[parameter] = received[index :: len(own)]
+        return parts
 
     def _part_for_owner(self, parameter):
         if parameter.grad is None:  # but another rank has a gradient
@@ -334,7 +338,8 @@ class Muon(torch.optim.Optimizer):
         total = sum(gradient.to(dtype) for gradient in gradients)  # in rank order, as on one device
         # With the strides of the parameter, because matrix products round by strides.
         mean = torch.empty_like(parameter)
-        return mean.copy_((total / self.N).view(mean.shape))
+        average = total / self.N
+        return mean.copy_(average.view(mean.shape))
 
     def _parts_for_ranks(self, parameter, update):
         return [update] * self.N
@@ -348,7 +353,8 @@ class Muon(torch.optim.Optimizer):
             if parameter.ndim > 1 and parameter.size(-2) > parameter.size(-1):
                 # The strides of orthogonalize(), because 16-bit kernels round by strides.
                 update = update.mT.contiguous().mT
-            apply_update(parameter, update, self._shapes[parameter], self._options[parameter])
+            options = self._options[parameter]
+            apply_update(parameter, update, self._shapes[parameter], options)
 
     # The library: see section 5.
 
@@ -414,12 +420,14 @@ class ShardedMuon(Muon):
         dist.all_gather_object(everyone, own, group=self.process_group)
         self._numels = {}
         self._boxes = {}  # {parameter: the boxes of each rank}
-        for parameter, of_ranks in zip(self._options, zip(*everyone, strict=True), strict=True):
+        of_parameters = zip(*everyone, strict=True)
+        for parameter, of_ranks in zip(self._options, of_parameters, strict=True):
             self._numels[parameter] = [numel for numel, _ in of_ranks]
             self._boxes[parameter] = []
             start = 0  # in the flattened matrix
             for numel, boxes in of_ranks:
-                self._boxes[parameter].append(boxes or [([numel], [start])])
+                consecutive = [([numel], [start])]
+                self._boxes[parameter].append(boxes or consecutive)
                 start += numel
         check_parts(self)
 

@@ -458,7 +458,10 @@ def is_for_muon(name, args):
 
 
 def muon_options(args):
-    return {"lr": args.lr, "adjust_lr_fn": "match_rms_adamw"}
+    return {
+        "lr": args.lr,
+        "adjust_lr_fn": "match_rms_adamw",
+    }
 
 
 def pieces_of_shard(trainer, name, start, tensor):
@@ -539,7 +542,8 @@ class Trainer:
         for name, _, start, shard, _ in itertools.chain(*shards):
             if is_for_muon(name, self.args):
                 pieces = pieces_of_shard(self, name, start, shard.detach())
-                shapes[shard] = self.boxes[name][0].whole_shape
+                first = self.boxes[name][0]
+                shapes[shard] = first.whole_shape
                 boxes[shard] = [(piece.tensor.shape, piece.offset) for piece in pieces]
         options = muon_options(self.args)
         options["process_group"] = self.grid.stage_group

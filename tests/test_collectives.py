@@ -157,10 +157,14 @@ def test_a_tensor_of_any_layout_becomes_the_sum(layout, name):
     numbers = [numbers_of(rank, (40,)) for rank in range(2)]
     views = [LAYOUTS[layout](each) for each in numbers]
     total = views[0] + views[1]
-    mine = views[0] if pool.rank() == 0 else torch.empty_like(total).copy_(views[1])
+    mine = views[0]
+    if pool.rank() == 1:
+        mine = torch.empty_like(total)
+        mine.copy_(views[1])
     part = c.ring_reduce_scatter(mine, pool.group())
     assert torch.equal(part, total.tensor_split(2)[pool.rank()])
-    assert torch.equal(c.ring_all_gather(mine, pool.group()), torch.cat(views))
+    gathered = c.ring_all_gather(mine, pool.group())
+    assert torch.equal(gathered, torch.cat(views))
     all_reduce = getattr(c, name)
     all_reduce(mine, pool.group())
     assert torch.equal(mine, total)

@@ -235,13 +235,18 @@ def in_channels_last(*shape):
     return layout.copy_(randn(shape))
 
 
+def conjugated():
+    pairs = randn((5, 2))
+    return torch.view_as_complex(pairs).conj()
+
+
 LAYOUTS = {
     "1 x 1 convolution": lambda: in_channels_last(4, 8, 1, 1),
     "depthwise convolution": lambda: in_channels_last(8, 1, 3, 3),
     "every second number": lambda: randn((8,))[::2],
     "every second one of two": lambda: randn((2,))[::2],
     "a transposed row": lambda: randn((1, 5)).T,
-    "conjugated": lambda: torch.complex(randn((5,)), randn((5,), 1)).conj(),
+    "conjugated": conjugated,
 }
 
 
@@ -268,7 +273,8 @@ def test_parameters_of_any_layout_train_as_contiguous_ones(layout):
 @pool.on(2)
 def test_complex_numbers_are_sent_as_two_real_ones(compress):
     real = nn.ParameterList([randn((70, 2), dtype=torch.float32)])
-    ours = nn.ParameterList([torch.view_as_complex(real[0].detach().clone())])
+    copied = real[0].detach().clone()
+    ours = nn.ParameterList([torch.view_as_complex(copied)])
     options = {"compress": compress, "sync_every": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
     workers = [make_worker(each, **options) for each in (real, ours)]
     for step in range(3):

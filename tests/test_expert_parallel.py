@@ -233,6 +233,14 @@ def test_a_router_of_one_expert_per_token_has_a_gradient():
     assert layer.gate.weight.grad.any()
 
 
+def test_experts_begin_as_linear_layers_do():
+    """Uniform within 1/√(inputs)."""
+    torch.manual_seed(0)
+    experts = ep.Experts(8, 16, 4)
+    for weight, bound in ((experts.gate_up_proj, 1 / 4), (experts.down_proj, 1 / 2)):
+        assert 0.95 * bound < weight.abs().max() <= bound
+
+
 # ---- capacity, shared experts, balance
 
 
@@ -299,7 +307,10 @@ def unmasked():
 
 
 def all_unmasked():
-    parts = [own_tokens(rank=rank)[: UNMASKED[rank]] for rank in range(pool.world_size())]
+    parts = []
+    for rank in range(pool.world_size()):
+        tokens = own_tokens(rank=rank)
+        parts.append(tokens[: UNMASKED[rank]])
     return torch.cat(parts)
 
 
@@ -309,7 +320,9 @@ def test_balance_losses_count_unmasked_tokens_of_all_ranks():
     plain = make_model(num_experts=6, bias_update_rate=0.25)[0]
     layer = split(plain)
     plain(all_unmasked())
-    layer(own_tokens().view(1, 5, H), unmasked().long())
+    tokens = own_tokens().view(1, 5, H)
+    mask = unmasked()
+    layer(tokens, mask.long())
     losses = [(each.aux_loss, each.z_loss) for each in (layer, plain)]
     for ours, theirs in zip(*losses, strict=True):
         assert_equal(ours, theirs, False)
@@ -473,9 +486,13 @@ def test_transformers_cannot_record_the_router():
 @pool.on(2)
 def test_gradients_are_averaged_in_few_collectives():
     """One for the gradients of a dtype that are on all ranks, up to 32 MB."""
-    layers = [nn.Linear(H, H) for _ in range(20)]
-    large = [nn.Linear(2**11, 2**11, bias=False) for _ in range(2)]  # 16 MB each
-    model = nn.Sequential(*layers, *large, *make_model(torch.float32))
+    model = make_model(torch.float32)
+    for _ in range(2):
+        large = nn.Linear(2**11, 2**11, bias=False)  # 16 MB
+        model.insert(0, large)
+    for _ in range(20):
+        small = nn.Linear(H, H)
+        model.insert(0, small)
     model[0].bfloat16()
     ep.parallelize(model, pool.group())
     with Collectives() as seen:

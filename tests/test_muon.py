@@ -190,7 +190,8 @@ def test_experts_that_are_split_over_ranks_train_as_on_one_device():
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @pool.on(1, 3)
 def test_clipping_is_that_of_the_mean_gradient(norm_type):
-    plain = [*matrices(WIDE, TALL), *matrices(SQUARE, WIDE, dtype=torch.float64)]
+    plain = matrices(WIDE, TALL)
+    plain += matrices(SQUARE, WIDE, dtype=torch.float64)
     ours = copy.deepcopy(plain)
     optimizer = our_muon(ours)
     set_gradients(ours, plain, 0)
@@ -304,8 +305,9 @@ def shard(model):
     return model, {p: shapes[name] for name, p in model.named_parameters()}
 
 
-def sharded_muon(parameters, shapes):
-    return ShardedMuon(parameters, shapes, process_group=pool.group(), **OPTIONS)
+def sharded_muon(parameters, shapes, **options):
+    options |= {**OPTIONS, "process_group": pool.group()}
+    return ShardedMuon(parameters, shapes, **options)
 
 
 @needs_torch_2_9
@@ -343,7 +345,11 @@ def test_shards_send_four_bytes_for_each_element_of_a_part():
     assert sent.bytes == 4 * (4 * 64) * 3 / 4
 
 
-PLANS = {"column": (34, 6), "row": (6, 34), (2, 4, 6): (12, 7)}  # kind: shape of the weight
+PLANS = {  # kind: shape of the weight
+    "column": (34, 6),
+    "row": (6, 34),
+    (2, 4, 6): (12, 7),
+}
 
 
 @needs_torch_2_9
@@ -361,8 +367,7 @@ def test_slices_of_tensor_parallel_layers_train_bitwise_as_whole_matrices(kind):
     places = tensor_parallel.boxes_of(model[0], "weight", weight.shape)
     boxes = {weight: [(box.shape, box.offset) for box in places]}
     shapes = {weight: places[0].whole_shape}
-    options = {**OPTIONS, "process_group": pool.group()}
-    optimizer = ShardedMuon([weight], shapes, boxes=boxes, **options)
+    optimizer = sharded_muon([weight], shapes, boxes=boxes)
     plain_optimizer = torch.optim.Muon(plain.parameters(), **OPTIONS)
     for step in range(3):
         plain.weight.grad = randn(plain.weight.shape, step, torch.float32)
@@ -397,9 +402,10 @@ def test_a_sharded_stack_trains_bitwise_as_its_matrices():
 @pool.on(2)
 def test_parts_that_do_not_make_up_the_matrix_are_an_error():
     part = nn.Parameter(torch.ones(2, 6))
-    for shape, boxes in (((4, 7), None), ((4, 6), {part: [((1, 6), (0, 0))]})):
+    too_small = {part: [((1, 6), (0, 0))]}
+    for shape, boxes in (((4, 7), None), ((4, 6), too_small)):
         with pytest.raises(ValueError, match="parts of"):
-            ShardedMuon([part], {part: shape}, boxes=boxes, process_group=pool.group())
+            sharded_muon([part], {part: shape}, boxes=boxes)
 
 
 # ---- errors, on all ranks
