@@ -358,8 +358,7 @@ class DistributedDataParallel(nn.Module):
         finish_with_unused(self)
 
     def __getstate__(self):  # copies and pickles make buckets, nodes and hooks of their own
-        made = ("_buckets", "_bucket_of", "_nodes")
-        return {name: value for name, value in vars(self).items() if name not in made}
+        return vars(self) | {"_buckets": None, "_bucket_of": None, "_nodes": None}
 
     def __setstate__(self, state):
         super().__setstate__(state)
@@ -491,10 +490,8 @@ def check_arguments(module, process_group, others, unsupported):
     """Raise an error if an argument or the module is not supported: on all ranks, if on one."""
     # Raises TypeError for an argument that PyTorch's class does not have.
     inspect.signature(nn.parallel.DistributedDataParallel).bind(module, **others)
-    problems = []
-    for name, is_set in unsupported.items():
-        if is_set:
-            problems.append(f"{name} is not supported by ddp.py; leave it out")
+    set_names = [name for name, is_set in unsupported.items() if is_set]
+    problems = [f"{name} is not supported by ddp.py; leave it out" for name in set_names]
     group = process_group or dist.group.WORLD
     members = dist.get_process_group_ranks(group) if dist.get_rank(group) >= 0 else ()
     for name, child in module.named_modules():
