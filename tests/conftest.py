@@ -1,6 +1,8 @@
 """The suite's options: `--device`, and one for each kind of implementation that it can try."""
 
+import json
 from collections import Counter
+from pathlib import Path
 
 import environment  # before torch: it hides the GPUs, unless they are asked for
 import hypothesis
@@ -30,6 +32,7 @@ def _workers():
 
 def pytest_addoption(parser):
     parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="where tests run")
+    parser.addoption("--json", metavar="FILE", help="write the verdicts of the claims to FILE")
     for name, kind in KINDS.items():
         parser.addoption(
             f"--{name}",
@@ -41,9 +44,9 @@ def pytest_addoption(parser):
 
 
 def chosen(config):
-    """Return {kind: specification} of the implementations that the user wants to try."""
+    """Return {kind: specification} of what the user wants to try: ours, if an option has none."""
     specs = {kind: config.getoption(f"--{kind}") for kind in KINDS}
-    return {kind: spec for kind, spec in specs.items() if spec is not None}
+    return {kind: spec or KINDS[kind].ours for kind, spec in specs.items() if spec is not None}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -126,6 +129,25 @@ def pytest_report_teststatus(report, config):
     is_property = registry.CLAIMS[claim].about == "property"
     word = verdicts.WORDS[VERDICTS[claim].outcome][is_property]
     return report.outcome, f"{claim[1]}: {word}\n", word
+
+
+def pytest_sessionfinish(session):
+    """Write --json FILE. Its path is relative to where the user stands."""
+    name = session.config.getoption("--json")
+    if name is None:
+        return
+    specs = {kind: made.ours for kind, made in KINDS.items()} | chosen(session.config)
+    answers = VERDICTS
+    if session.config.option.collectonly:  # which claims are there?
+        not_run = verdicts.Verdict("not run", "--collect-only")
+        answers = {
+            claim: not_run for claim in registry.CLAIMS if claim[0] in chosen(session.config)
+        }
+    page = verdicts.versions() | {"claims": []}
+    for (kind, claim), verdict in answers.items():
+        page["claims"].append(verdicts.as_json(kind, claim, specs[kind], verdict))
+    path = Path(environment.CALLED_FROM) / name
+    path.write_text(json.dumps(page, indent=1) + "\n")
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -1,6 +1,7 @@
 """The wheel: one package, whose command trains and checks a class of the user's anywhere."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import venv
 import zipfile
 
 import pytest
+import torch
 from launch import ROOT, launch
 
 MINE = """
@@ -120,3 +122,44 @@ def test_all_files_are_in_the_grammar_of_python_3_10():
     for path in ROOT.glob("**/*.py"):
         if ".venv" not in path.parts:
             ast.parse(path.read_text(), path.name, feature_version=(3, 10))
+
+
+@pytest.mark.cpu
+def test_verdicts_are_written_for_machines(command, tmp_path):
+    (tmp_path / "mine.py").write_text(MINE.replace("OPERATION", "None").replace("DIVISOR", "2"))
+    check = [command, "check", "-k", "mean_gradient or overlap", "--json", "verdicts.json"]
+
+    done = launch([*check, "--ddp", "mine.py:MyDDP"], tmp_path)
+
+    assert done.returncode == 1
+    page = json.loads((tmp_path / "verdicts.json").read_text())
+    assert page["torch"] == torch.__version__
+    by_name = {answer["claim"]: answer for answer in page["claims"]}
+    assert by_name.keys() == {"mean_gradient", "overlap"}
+    wrong = by_name["mean_gradient"]
+    assert (wrong["verdict"], wrong["kind"]) == ("wrong", "ddp")
+    assert wrong["implementation"] == "mine.py:MyDDP"
+    assert "/mine.py:" in wrong["finding"]  # where it crashed
+
+
+OF_A_USER = """
+import onefile_parallel
+import torch.distributed as dist
+
+
+def my_all_reduce(tensor, process_group=None):
+    dist.all_reduce(tensor, group=process_group)
+
+
+test_mine = onefile_parallel.claims("all-reduce", my_all_reduce)
+"""
+
+
+@pytest.mark.cpu
+def test_claims_are_cases_of_a_users_own_test(command, tmp_path):
+    """PyTorch's all-reduce changes only a part of a strided slice over gloo."""
+    (tmp_path / "test_mine.py").write_text(OF_A_USER)
+    python = command.parent / "python"
+    done = launch([python, "-m", "pytest", "-q", "test_mine.py"], tmp_path)
+    assert "FAILED test_mine.py::test_mine[strided] - AssertionError" in done.stdout
+    assert re.search(r"^1 failed, \d+ passed", done.stdout, re.MULTILINE), done.stdout

@@ -1,13 +1,16 @@
 """Does a claim hold for an implementation? What the suite asks, and how it reports the answers."""
 
 import inspect
+import platform
 import re
 import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
+import environment
 import pool
+import torch
 
 from claims.registry import CLAIMS, KINDS, load, resolve, run
 
@@ -54,6 +57,32 @@ def by_group(kind, verdicts):
     for name, verdict in verdicts.items():
         names[group_of(kind, name, verdict)].append(name)
     return {group: names[group] for group in GROUPS if names[group]}
+
+
+def as_json(kind, name, spec, verdict):
+    claim = CLAIMS[kind, name]
+    holds = verdict.outcome == "holds"
+    return {
+        "kind": kind,
+        "implementation": spec,
+        "claim": name,
+        "sentence": claim.sentence,
+        "about": claim.about,
+        "verdict": group_of(kind, name, verdict),
+        "finding": "" if holds else verdict.why,
+        "worlds": list(claim.worlds),
+        "dtype": verdict.why if holds else "",
+    }
+
+
+def versions():
+    backend, _ = pool.planned()
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": environment.DEVICE_TYPE,
+        "backend": backend,
+    }
 
 
 _hangs = Counter()  # (kind, spec): how many claims
