@@ -426,6 +426,7 @@ def parallelize(module, plan, process_group=None, sequence_parallel=False):
     - "dropout" on a residual without `sequence_parallel` draws another mask on each rank.
     - Without "replicated_with_grad_allreduce" replicas drift apart, which check_input() does not
       find under FSDP.
+    - Under no_grad() a soft cap of logits with padding needs `vocab_size` in the loss.
     """
     facts = describe(module, plan, sequence_parallel)
     what = "plan and weights (seed all ranks alike before the model is made)"
