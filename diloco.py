@@ -219,7 +219,8 @@ def split_layers(module, num_fragments):
     fragments = [[] for _ in range(num_fragments)]
 
     def size_of(names):
-        return sum(module.get_parameter(name).numel() for name in names)
+        parameters = map(module.get_parameter, names)
+        return sum(parameter.numel() for parameter in parameters)
 
     for names in sorted(layers_of(module), key=size_of, reverse=True):
         smallest = min(fragments, key=size_of)

@@ -416,7 +416,8 @@ def split_parameters(module, groups=None):
 
 
 def sum_over_ranks(tensor, groups):
-    for group in groups.axes if groups else []:
+    axes = groups.axes if groups else []
+    for group in axes:
         dist.all_reduce(tensor, group=group)
     return tensor
 
@@ -427,7 +428,9 @@ def broadcast(tensor, groups):
     # First over edp_group: then rank 0 of every process_group has the same values.
     for group in reversed(groups.axes):
         dist.broadcast(values, group=group, group_src=0)
-    tensor.copy_(values)
+    # After expand(), all elements along a dimension are one.
+    elements = tuple(slice(None if stride else 1) for stride in tensor.stride())
+    tensor[elements] = values[elements]
 
 
 @torch.no_grad()
@@ -450,7 +453,8 @@ def parallelize(module, process_group=None, edp_group=None, loss="mean"):
         layer.experts.groups = groups
         layer.experts.differ_between_ranks = dist.get_process_group_ranks(groups.axes[0])
         for parameter in layer.experts.parameters():
-            parameter.data = parameter.chunk(groups.size)[groups.rank].clone()
+            shards = parameter.chunk(groups.size)
+            parameter.data = shards[groups.rank].clone()
             parameter.differ_between_ranks = layer.experts.differ_between_ranks
     return module
 
@@ -528,7 +532,8 @@ def balance_losses(layer):
     # cancels the division in average_gradients().
     W = math.prod(groups.divisors) if groups else 1
     num_tokens = layer.total[:E].sum().clamp(min=1) / layer.top_k
-    means = (layer.total + W * (sums - sums.detach())) / num_tokens
+    own = W * (sums - sums.detach())
+    means = (layer.total + own) / num_tokens
     f, P, z_loss = means.split([E, E, 1])
     aux_loss = E / layer.top_k * (f * P).sum()
     return aux_loss, z_loss.squeeze()

@@ -201,7 +201,7 @@ class Muon(torch.optim.Optimizer):
 
     All ranks begin with rank 0's parameters. A matrix is updated if any rank has a gradient for it.
     Ranks without one send zeros. step() does not change .grad. A parameter of shape (E, m, n) is a
-    stack of E matrices, and has one owner.
+    stack of E matrices, and has one owner. So leave out the weights of nn.Conv1d.
 
     Call clip_grad_norm_(optimizer, max_norm) of this file to clip. That of torch.nn.utils would
     clip each rank's own gradients, before their mean.

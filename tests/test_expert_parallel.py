@@ -147,6 +147,20 @@ def test_models_that_differ_are_an_error_on_all_ranks():
         ep.parallelize(model, pool.group())
 
 
+@pool.on(2)
+def test_parameters_and_buffers_of_any_layout_begin_with_those_of_rank_0():
+    """Convolutions in channels_last, expanded buffers, and a transposed row."""
+    model = nn.Sequential(nn.Conv2d(8, 4, 1), nn.Conv2d(4, 4, 3, groups=4), make_model())
+    model.to(memory_format=torch.channels_last)
+    counts = torch.arange(3) + pool.rank()
+    model.register_buffer("counts", counts.expand(2, 3))
+    row = randn((1, 5), seed=pool.rank())
+    model.register_parameter("row", nn.Parameter(row.T))
+    ep.parallelize(model, pool.group())
+    assert model.counts.tolist() == [[0, 1, 2]] * 2
+    assert torch.equal(model.row, randn((1, 5)).T)
+
+
 # ---- with other techniques
 
 
