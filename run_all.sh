@@ -89,7 +89,9 @@ logs=$(mktemp -d) || exit 1
 trap 'rm -rf -- "$logs"' EXIT
 failed=0
 minutes=$(((${#names[@]} * 18 + 59) / 60)) # 18 s for each, on two idle cores
-printf '%s file(s) follow, in about %s min on two idle cores: %s\n' ${#names[@]} $minutes "${names[*]%.py}"
+files="${#names[@]} files"
+[ ${#names[@]} -eq 1 ] && files="1 file"
+printf 'Running %s, in about %s min on two idle cores: %s\n' "$files" $minutes "${names[*]%.py}"
 for name in "${names[@]}"; do
     name=${name%.py}
     ranks=${given:-$(sed -n 's/^RANKS = \([0-9]*\).*/\1/p' "$name.py")}

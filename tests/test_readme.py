@@ -314,7 +314,7 @@ def test_run_all_by_name_goes_on_after_a_failure_and_counts(tmp_path):
     done = run_script(folder / "run_all.sh", "bad", "-n", "1", "good.py")
 
     assert done.returncode == 1
-    assert done.stdout.startswith("2 file(s) follow, in about 1 min on two idle cores: bad good\n")
+    assert done.stdout.startswith("Running 2 files, in about 1 min on two idle cores: bad good\n")
     assert "--nproc-per-node 1 good.py" in done.stdout
     *_, table, last = done.stdout.split("\n\n")
     assert [re.sub(r"  +", " | ", line) for line in table.splitlines()] == [
