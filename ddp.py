@@ -249,16 +249,21 @@ class DistributedDataParallel(nn.Module):
         # A weak reference: a graph that outlives this object must not keep the buckets.
         reference = weakref.ref(self)
 
-        def hook(parameter, *_):
+        def before(parameter, *_):
+            versions[parameter] = parameter._version
+
+        def after(parameter, *_):
             if ddp := reference():
                 ddp._on_gradient(parameter)
 
+        versions = self._versions = {}  # {parameter: its version before its hooks}, for a check
         # The nodes of autograd that add to .grad. A node and its hooks live as long as this list.
         # They run after all hooks of the parameter, so a user's hook may change the gradient first.
         self._nodes = []
         for parameter in self._bucket_of:
             self._nodes.append(torch.autograd.graph.get_gradient_edge(parameter).node)
-            self._nodes[-1].register_hook(functools.partial(hook, parameter))
+            self._nodes[-1].register_prehook(functools.partial(before, parameter))
+            self._nodes[-1].register_hook(functools.partial(after, parameter))
 
     def forward(self, *inputs, **kwargs):
         if self.device_ids:
@@ -463,11 +468,11 @@ def check_ready(ddp):
 
 
 def check_gradient(ddp, parameter):
-    """Raise RuntimeError if the gradient is a second one, or if a hook has dropped it."""
-    if parameter.grad is None:
+    """Raise RuntimeError if the gradient is a second one, or if a hook has used it already."""
+    if parameter.grad is None or parameter._version != ddp._versions[parameter]:
         raise RuntimeError(
-            "a hook set .grad to None in backward: until backward ends, .grad is the gradient of "
-            "this rank alone, so step the optimizer after backward"
+            "a hook changed the parameter, or set .grad to None: until backward ends, .grad is the "
+            "gradient of this rank alone, so step the optimizer after backward"
         )
     if parameter not in ddp._bucket_of[parameter].missing:
         raise RuntimeError(

@@ -287,14 +287,15 @@ def test_a_hook_that_is_registered_after_wrapping_changes_what_is_averaged(as_vi
     assert weight.grad.tolist() == [[2.5, 0]]
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
 @pool.on(2)
-def test_an_optimizer_that_steps_in_a_hook_is_an_error():
+def test_an_optimizer_that_steps_in_a_hook_is_an_error(set_to_none):
     model = wrap(nn.Linear(1, 1, bias=False))
     optimizer = torch.optim.SGD(model.parameters())
 
     def step(parameter):
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=set_to_none)
 
     model.module.weight.register_post_accumulate_grad_hook(step)
     loss = model(one_input())
