@@ -621,6 +621,21 @@ def test_in_full_parameters_the_model_is_an_ordinary_one():
     assert_bitwise(optimizer.module_state_dict(), stepped)
 
 
+@pool.on(2)
+def test_a_freed_model_may_be_asked_moved_to_where_it_is_and_have_a_gradient_of_nan():
+    model = plain_model()
+    optimizer = sgd(zero.Zero3, model)
+    weight = model[0].weight
+    assert weight.shape == (33, 6)
+    assert torch.zeros_like(weight).sum() == weight.new_zeros(2).sum() == 0
+    model.to(weight.device, torch.float32).requires_grad_(True)
+    with optimizer.no_sync():
+        backward(model)
+    assert not weight.grad.isnan().any()
+    weight.grad.fill_(math.nan)
+    assert weight.grad.isnan().all()
+
+
 # ---- Wrong use
 
 
