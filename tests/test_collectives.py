@@ -162,7 +162,8 @@ def test_a_tensor_of_any_layout_becomes_the_sum(layout, name):
         mine = torch.empty_like(total)
         mine.copy_(views[1])
     part = c.ring_reduce_scatter(mine, pool.group())
-    assert torch.equal(part, total.tensor_split(2)[pool.rank()])
+    parts = total.tensor_split(2)
+    assert torch.equal(part, parts[pool.rank()])
     gathered = c.ring_all_gather(mine, pool.group())
     assert torch.equal(gathered, torch.cat(views))
     all_reduce = getattr(c, name)
@@ -268,7 +269,13 @@ def test_messages_have_the_bytes_of_the_docstring_and_take_as_long_as_predicted(
         assert simulate(programs, alpha, 1 / bandwidth) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("ring", 0), ("gather", 4)])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("ring", 0),
+        ("gather", 4),
+    ],
+)
 def test_times_of_no_ranks_or_unknown_algorithms_are_an_error(name, ranks):
     with pytest.raises(ValueError, match=f"{name} on {ranks} ranks"):
         c.predict(name, ranks, 1, 1.0, 1.0)

@@ -171,11 +171,13 @@ def test_buffers_are_copied_from_rank_0_at_the_start_only():
 
 
 def load(module):
-    module.load_state_dict(make_model("plain", seed=7).state_dict())
+    other = make_model("plain", seed=7)
+    module.load_state_dict(other.state_dict())
 
 
 def load_a_layer(module):
-    module[0].load_state_dict(make_model("plain", seed=7)[0].state_dict())
+    other = make_model("plain", seed=7)
+    module[0].load_state_dict(other[0].state_dict())
 
 
 def write_data(module):
@@ -221,7 +223,8 @@ def test_a_parameter_that_trains_but_is_not_sent_is_an_error():
     frozen = make_worker(make_model("frozen"))
     frozen.module[0].bias.requires_grad_(True)
     replaced = make_worker(make_model("plain"))
-    replaced.module[0].weight = nn.Parameter(torch.ones(33, 6))
+    weight = torch.ones(33, 6)
+    replaced.module[0].weight = nn.Parameter(weight)
     for worker, name in ((frozen, "0.bias"), (replaced, "0.weight")):
         with pytest.raises(RuntimeError, match=f"{name} was frozen or not there"):
             worker.diloco.step()

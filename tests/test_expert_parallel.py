@@ -24,8 +24,10 @@ H = 6  # hidden size
 def make_model(dtype=torch.float64, num_experts=4, **options):
     """Two layers with a linear layer between them, the same on every rank."""
     torch.manual_seed(3)
-    first, last = (ep.MoE(H, 5, num_experts, **options) for _ in range(2))
-    return nn.Sequential(first, nn.Linear(H, H), last).to(dtype)
+    first = ep.MoE(H, 5, num_experts, **options)
+    last = ep.MoE(H, 5, num_experts, **options)
+    model = nn.Sequential(first, nn.Linear(H, H), last)
+    return model.to(dtype)
 
 
 def split(model):
@@ -51,7 +53,8 @@ def loss_of(model):
 def plain_loss_of(plain):
     """The mean of all ranks' losses."""
     N = pool.world_size()
-    output = plain(torch.cat([own_tokens(rank=rank) for rank in range(N)]))
+    inputs = [own_tokens(rank=rank) for rank in range(N)]
+    output = plain(torch.cat(inputs))
     return output.square().sum() / N
 
 
@@ -67,7 +70,9 @@ def groups_of(lists):
 
 def grid():
     """Ranks 0 and 1 split the experts, and so do 2 and 3. Ranks 0 and 2 have the same ones."""
-    return groups_of([[0, 1], [2, 3]]), groups_of([[0, 2], [1, 3]])
+    process_group = groups_of([[0, 1], [2, 3]])
+    edp_group = groups_of([[0, 2], [1, 3]])
+    return process_group, edp_group
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
@@ -100,7 +105,8 @@ def test_a_grid_trains_as_one_device(loss):
     plain_total = plain_loss_of(plain) + plain[0].aux_loss + plain[2].z_loss
     plain_total.backward()
     divisor = 4 if loss == "sum" else 1
-    total = loss_of(model) / divisor + model[0].aux_loss + model[2].z_loss
+    total = loss_of(model) / divisor
+    total = total + model[0].aux_loss + model[2].z_loss
     total.backward()
     ep.average_gradients(model, *groups)
     norm = ep.clip_grad_norm_(model, 0.1, *groups)
@@ -131,7 +137,8 @@ def test_groups_that_do_not_fit_are_an_error():
     with refused(match="same number"):  # an edp_group with other experts
         ep.parallelize(model, first, diagonal)
     with refused(match="same loss"):
-        ep.parallelize(model, first, loss=["mean", "sum"][pool.rank() % 2])
+        loss = "mean" if pool.rank() % 2 else "sum"
+        ep.parallelize(model, first, loss=loss)
     if pool.rank() > 1:
         with refused(match="is not in process_group"):
             ep.average_gradients(model, first, pair)
@@ -150,12 +157,17 @@ def test_models_that_differ_are_an_error_on_all_ranks():
 @pool.on(2)
 def test_parameters_and_buffers_of_any_layout_begin_with_those_of_rank_0():
     """Convolutions in channels_last, expanded buffers, and a transposed row."""
-    model = nn.Sequential(nn.Conv2d(8, 4, 1), nn.Conv2d(4, 4, 3, groups=4), make_model())
+    model = nn.Sequential(
+        nn.Conv2d(8, 4, 1),
+        nn.Conv2d(4, 4, 3, groups=4),
+        make_model(),
+    )
     model.to(memory_format=torch.channels_last)
     counts = torch.arange(3) + pool.rank()
     model.register_buffer("counts", counts.expand(2, 3))
     row = randn((1, 5), seed=pool.rank())
-    model.register_parameter("row", nn.Parameter(row.T))
+    transposed = nn.Parameter(row.T)
+    model.register_parameter("row", transposed)
     ep.parallelize(model, pool.group())
     assert model.counts.tolist() == [[0, 1, 2]] * 2
     assert torch.equal(model.row, randn((1, 5)).T)
@@ -251,8 +263,10 @@ def test_experts_begin_as_linear_layers_do():
     """Uniform within 1/√(inputs)."""
     torch.manual_seed(0)
     experts = ep.Experts(8, 16, 4)
-    for weight, bound in ((experts.gate_up_proj, 1 / 4), (experts.down_proj, 1 / 2)):
-        assert 0.95 * bound < weight.abs().max() <= bound
+    bounds = {experts.gate_up_proj: 1 / 4, experts.down_proj: 1 / 2}
+    for weight, bound in bounds.items():
+        largest = weight.abs().max()
+        assert 0.95 * bound < largest <= bound
 
 
 # ---- capacity, shared experts, balance
@@ -462,7 +476,7 @@ def test_a_rank_without_gradients_adds_zeros_to_the_norm():
         output = model[1](own_tokens())
         output.sum().backward()
     norm = ep.clip_grad_norm_(model, 1.0, pool.group())
-    everyone = [torch.zeros_like(norm) for _ in range(2)]
+    everyone = [torch.zeros_like(norm), torch.zeros_like(norm)]
     dist.all_gather(everyone, norm, group=pool.group())
     assert norm.dtype == torch.float64
     assert everyone[0] == everyone[1] > 0
