@@ -254,6 +254,9 @@ class MoE(nn.Module):
         check_router_logits()
         tokens = x.flatten(0, -2)  # (tokens, hidden)
         weights, chosen = self.route(tokens, mask)
+        if self.training:
+            unmasked = count_unmasked(chosen, self.routing[2], self.num_experts)
+            self.load = self.load + unmasked
         slots, counts, num_slots = self.assign_slots(chosen)
         rows = tokens.new_zeros(num_slots + 1, tokens.shape[1])
         rows[slots] = tokens  # slots is (k, tokens): k copies of each token
@@ -278,9 +281,6 @@ class MoE(nn.Module):
         masked = mask.reshape(-1, 1) == 0
         self.routing = (logits, chosen, masked)
         self.total = None
-        if self.training:
-            counts = count_unmasked(chosen, masked, self.num_experts)
-            self.load = self.load + counts
         if logits.requires_grad:
             references = map(weakref.ref, (self, logits))
             logits.register_hook(partial(forget_graph, *references))
@@ -439,6 +439,9 @@ def parallelize(module, process_group=None, edp_group=None, loss="mean"):
 
     As with DDP, all ranks begin with the parameters and buffers of the first one. Move `module` to
     its device first. From the meta device, call to_empty() and load_full_state_dict() after this.
+
+    With loss="mean", the loss is the mean of the ranks' losses. With loss="sum", it is their sum:
+    each rank has divided by the number of all ranks' unmasked tokens already.
 
     If several process groups train together, `edp_group` has the ranks with this rank's experts:
     one of each process group, with the same number in it. fsdp.py may shard the experts over it.
