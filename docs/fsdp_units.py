@@ -16,7 +16,7 @@ import fsdp
 
 
 def main():
-    demo = fsdp.Demo(steps=3)
+    demo = fsdp.Demo(__doc__, steps=3)
     model = demo.start("fsdp", bitwise=True)
     for layer in model:
         fsdp.fully_shard(layer)
@@ -50,8 +50,8 @@ def record_moves(groups, step):
     def record(label, name, move, *args):
         group = groups[label]
         does_nothing = {
-            "start_unshard": group.gather_handle is not None,
-            "reshard": group.gather_handle is None,
+            "start_unshard": group.is_gathered,
+            "reshard": not group.is_gathered,
             "finish_reduce": group.reducing is None,
         }
         if does_nothing.get(name):
