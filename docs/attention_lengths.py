@@ -16,7 +16,7 @@ from flash_attention import Demo, flash_attention, held_bytes, naive_attention, 
 
 
 def main():
-    demo = Demo()
+    demo = Demo(__doc__)
     status = compare_errors(demo)
     compare_lengths(demo)
     return status
