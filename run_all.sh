@@ -2,11 +2,12 @@
 # ./run_all.sh [-n RANKS] [NAME ...]     run the technique files (all, or those named) under torchrun
 # ./run_all.sh tests [PYTEST ARGUMENTS]  run the test suite
 # ./run_all.sh tests --peers [LIBRARY or KIND ...]  try the installed ones of the libraries in docs/peers.md
+# ./run_all.sh learn [LESSON [--check]]  write an implementation yourself
 # All first install what is missing into .venv. The default of RANKS is what a file says ("RANKS = 4"), or 2.
 # The exit status is the number of files that failed, or pytest's.
 set -u
 if [ "${1-}" = --help ] || [ "${1-}" = -h ]; then
-    sed -n '2,6s/^# //p' -- "${BASH_SOURCE[0]}"
+    sed -n '2,7s/^# //p' -- "${BASH_SOURCE[0]}"
     exit
 fi
 called_from=$PWD
@@ -43,6 +44,14 @@ set_up() {
     fi
     python=$PWD/.venv/bin/python
 }
+
+if [ "${1-}" = learn ]; then
+    set_up
+    PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+    export PYTHONPATH
+    cd -- "$called_from" || exit 1
+    exec "$python" -m onefile_parallel "$@"
+fi
 
 if [ "${1-}" = tests ]; then
     shift

@@ -2,6 +2,7 @@
 
     onefile-parallel run NAME [-n RANKS] [FLAGS]       train with a technique, under torchrun
     onefile-parallel check --KIND FILE.py:NAME [...]   does an implementation hold the claims?
+    onefile-parallel learn [LESSON [--check]]          write one yourself
     onefile-parallel estimate [FLAGS]                  memory, traffic and time on paper
 
 `run` alone lists the techniques, and `check` alone the kinds of implementations. Each command has
@@ -82,6 +83,11 @@ def check(arguments):
     return call([*pytest, *arguments], environment, cwd=ROOT)
 
 
+def learn(arguments):
+    environment = os.environ | {"CALLED_FROM": os.getcwd()}
+    return call([str(ROOT / "tests" / "learn" / "__main__.py"), *arguments], environment)
+
+
 def estimate(arguments):
     return call([str(ROOT / "estimate.py"), *arguments])
 
@@ -96,7 +102,7 @@ def call(arguments, environment=None, cwd=None):
             continue
 
 
-COMMANDS = {"run": run, "check": check, "estimate": estimate}
+COMMANDS = {"run": run, "check": check, "learn": learn, "estimate": estimate}
 
 if __name__ == "__main__":
     sys.exit(main())
