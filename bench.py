@@ -64,6 +64,7 @@ import ddp
 import expert_parallel
 import flash_attention
 import fsdp
+import linear_cross_entropy
 import lora
 import muon
 import pipeline
@@ -440,6 +441,34 @@ def bench_flash_attention(bench):
     return ways
 
 
+def bench_linear_cross_entropy(hidden, bench):
+    """linear_cross_entropy, 1,024 tokens, 16,384 words, forward and backward, over plain."""
+    tokens, words = (8192, 131_072) if bench.on_gpu else (1024, 16_384)
+    dtype = torch.bfloat16 if bench.on_gpu else bench.dtype
+
+    def plain(x, weight, target):
+        return F.cross_entropy(F.linear(x, weight), target)
+
+    def variant(loss_of):
+        torch.manual_seed(0)
+        options = {"device": bench.device, "dtype": dtype}
+        x = torch.randn(tokens, hidden, **options)
+        weight = torch.randn(words, hidden, **options) / hidden**0.5
+        inputs = [x.requires_grad_(), weight.requires_grad_()]
+        target = torch.randint(words, (tokens,), device=bench.device)
+        return lambda: torch.autograd.grad(loss_of(*inputs, target), inputs)
+
+    ours = linear_cross_entropy.linear_cross_entropy
+    ways = {
+        "linear_cross_entropy": partial(variant, ours),
+        "torch linear, cross_entropy": partial(variant, plain),
+    }
+    if hasattr(nn, "LinearCrossEntropyOptions"):  # from torch 2.13 on
+        chunked = partial(F.linear_cross_entropy, options=nn.LinearCrossEntropyOptions())
+        ways["torch linear_cross_entropy, chunked"] = partial(variant, chunked)
+    return ways
+
+
 def library_context_parallel(mesh, length, device):
     """In this context, PyTorch's attention is ring attention over `mesh`."""
     from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
@@ -553,6 +582,8 @@ ROWS = {
     "lora": bench_lora,
     "activation_checkpoint": bench_activation_checkpoint,
     "flash_attention": bench_flash_attention,
+    "linear_cross_entropy": partial(bench_linear_cross_entropy, 64),
+    "linear_cross_entropy_256": partial(bench_linear_cross_entropy, 256),
     "context_parallel": bench_context_parallel,
     "expert_parallel": bench_expert_parallel,
 }

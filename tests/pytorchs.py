@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import environment
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import schedules
@@ -123,6 +124,13 @@ def vocab_cross_entropy(
     words = max(size - columns * process_group.rank(), 0)
     options = {"label_smoothing": label_smoothing}
     return LossParallel.apply(logits_shard[..., :words], target, size, mesh, options)
+
+
+def chunked_linear_cross_entropy(input, linear_weight, target, **options):
+    if not hasattr(nn, "LinearCrossEntropyOptions"):
+        raise NotImplementedError(f"torch {torch.__version__} has no linear_cross_entropy")
+    chunks = nn.LinearCrossEntropyOptions()
+    return F.linear_cross_entropy(input, linear_weight, target, options=chunks, **options)
 
 
 def inject_lora(model, r, lora_alpha, target_modules):

@@ -15,6 +15,7 @@ FILES = [  # in the order of the README's table
     "tensor_parallel",
     "vocabulary",
     "tp_block",
+    "linear_cross_entropy",
     "pipeline",
     "amp",
     "lora",
