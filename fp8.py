@@ -35,6 +35,11 @@ Left out: nvfp4; delayed scaling, whose history of amax is a state in checkpoint
           other products of two activations; gradients of gradients, which raise an error
 """
 
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "numpy"]
+# ///
+
 import argparse
 import copy
 import functools

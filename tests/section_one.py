@@ -3,6 +3,8 @@
 For a kind whose idea is no function or class of that form, it is our class: see test_learn.py.
 """
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -11,6 +13,7 @@ import activation_checkpoint
 import ddp
 import diloco
 import flash_attention
+import fp8
 import fsdp
 import lora
 import muon
@@ -188,3 +191,8 @@ class DiLoCo:
         if self.steps % self.sync_every == 0:
             outer = self.optimizer.param_groups[0]["params"]
             diloco.outer_step(self.module, outer, self.optimizer)
+
+
+def fp8_linear(model):
+    (layer,) = model
+    layer.forward = partial(fp8.naive_linear, weight=layer.weight, bias=layer.bias)

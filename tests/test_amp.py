@@ -278,7 +278,10 @@ def test_gradients_stay_until_zero_grad():
     optimizer.step()
     optimizer.step()
     optimizer.unscale_()
+    optimizer.zero_grad(set_to_none=False)
+    assert model[0].bias.grad.tolist() == [0.0] * 33
     optimizer.zero_grad()
+    assert model[0].bias.grad is None
     optimizer.step()
     bitwise(bias, before - 0.1 - 0.1)
 

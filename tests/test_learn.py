@@ -24,6 +24,7 @@ MINIMAL = {  # where it is neither of these, our class or function
     "all-reduce": "collectives:naive_all_reduce",
     "ring-attention": "context_parallel:naive_ring_attention",
     "muon": "section_one:Muon",
+    "fp8-linear": "section_one:fp8_linear",
     "diloco": "section_one:DiLoCo",
 }
 

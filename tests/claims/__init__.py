@@ -18,6 +18,7 @@ FILES = [  # in the order of the README's table
     "linear_cross_entropy",
     "pipeline",
     "amp",
+    "fp8",
     "lora",
     "activation_checkpoint",
     "attention",

@@ -81,6 +81,11 @@ LESSONS = {  # in the order in which to read
         "amp.py, section 1: mixed_precision_step",
         "scaled_and_unscaled skipped grown resumed",
     ),
+    "fp8-linear": Lesson(
+        "my_fp8_linear",
+        "fp8.py, section 1: naive_linear",
+        "products sizes_are_scaled one_term tiny_gradients zeros not_finite bias",
+    ),
     "lora": Lesson(
         "my_lora",
         "lora.py, section 1: NaiveLoRA",
@@ -122,6 +127,13 @@ LESSONS = {  # in the order in which to read
 }
 
 HINTS = {  # {claim: what to look at if it does not hold}
+    "products": "Multiply the 8-bit numbers, cast back, and then by both scales, in backward too.",
+    "sizes_are_scaled": "Divide by the smallest scale with which the largest number fits.",
+    "one_term": "The forward is e4m3. Only dy may be e5m2.",
+    "tiny_gradients": "dy has a scale of its own, from its own largest number.",
+    "zeros": "If the largest number is 0, the scale must not be.",
+    "not_finite": "A cast makes the largest number of an inf. Let the scale become NaN.",
+    "bias": "Add the bias to y. It has the sum of dy over all rows.",
     "summed": "Print what each rank has after one round. Each part must visit every rank once.",
     "integers": "Do not convert: the sum of integers is exact.",
     "same_bits": "All ranks must add in the same order: add once, and send the result around.",
