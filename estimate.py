@@ -269,17 +269,17 @@ def logits(model, micro_batch, tp=1, element=2):
 # each rank sends n(N-1)/N elements. We call this one pass. An all-reduce is two passes.
 
 
-def data_parallel_traffic(parameters, dp, technique="ddp", micro_batches=1, element=2):
+def data_parallel_traffic(parameters, dp, technique="ddp", micro_batches=1, element=2, fp8=False):
     """Bytes per step, for passes over Ψ `parameters` (ZeRO, section 7).
 
     ddp and zero1 reduce once and gather once. zero2 reduces m times and gathers once. zero3 reduces
     m times and gathers 2m times. LoRA gathers the frozen parameters 2m times. Its gradients are too
-    small to count.
+    small to count. With fp8.py, zero3 gathers 8 bits: each gather is half a pass.
     """
     m = micro_batches
     passes_by_stage = (2, 2, m + 1, 3 * m)
     passes = passes_by_stage[STAGES[technique]]
-    if "lora" in technique:
+    if "lora" in technique or (fp8 and "zero3" in technique):
         passes = 2 * m
     return passes * parameters * element * (dp - 1) / dp
 
@@ -398,13 +398,14 @@ def peak_of(device_name):
     return next((PEAKS[gpu] for gpu in PEAKS if gpu in device_name), None)
 
 
-def flops_per_token(model, recompute="none", frozen=False):
+def flops_per_token(model, recompute="none", frozen=False, fp8=False):
     """6Ψ + 12lhs (PaLM, appendix B), or 4Ψ + 12lhs if the matrices are frozen, as with LoRA.
 
     Forward takes 2Ψ for the matrices and 4hs per layer for attention. Backward takes twice as much,
     or 2Ψ for frozen matrices. recompute="selective" repeats the attention, "full" all of forward.
+    With fp8, products with matrices count half: GPUs do them at twice the rate of 16 bits.
     """
-    matrices = 2 * model.active_parameters()
+    matrices = (1 if fp8 else 2) * model.active_parameters()
     attention = 4 * model.layers * model.hidden * model.sequence
     again = {"none": 0, "selective": attention, "full": matrices + attention}
     passes = 2 if frozen else 3
@@ -446,6 +447,7 @@ class Plan:
     cp: int = 1  # context-parallel ranks
     ep: int = 1  # expert-parallel ranks, which are also data-parallel
     copies: int = 1  # of each shard (hybrid sharding)
+    fp8: bool = False  # linear layers multiply 8-bit numbers, and zero3 gathers these (fp8.py)
     parts: dict = field(default_factory=dict)  # bytes per GPU, by name
     times: dict = field(default_factory=dict)  # seconds per step, by name
 
@@ -540,7 +542,7 @@ def traffic(model, plan):
         middle = pipeline_traffic(between_stages, h, 2, m, 0, plan.element)
         pp = max(pp, middle)
     held = model.parameters(t, plan.pp, plan.ep)
-    dp = data_parallel_traffic(held, plan.shards, plan.technique, m, plan.element)
+    dp = data_parallel_traffic(held, plan.shards, plan.technique, m, plan.element, plan.fp8)
     # Hybrid sharding also all-reduces each gradient of a shard over its copies.
     copies = m * data_parallel_traffic(held / plan.shards, plan.copies, element=plan.element)
     return {"tp": m * tp, "cp": m * cp, "pp": pp, "dp": dp, "copies": copies}
@@ -555,7 +557,7 @@ def step_times(model, plan, machine):
     """
     gpus = plan.replicas * plan.tp * plan.pp
     sequences = global_batch(plan.micro_batch, plan.accumulation, plan.dp)
-    operations = flops_per_token(model, plan.recompute, "lora" in plan.technique)
+    operations = flops_per_token(model, plan.recompute, "lora" in plan.technique, plan.fp8)
     compute = operations * sequences * model.sequence / (gpus * machine.flops_per_gpu)
     times = {"compute": compute}
     width = {  # how many consecutive ranks contain a group
@@ -705,7 +707,7 @@ def fastest(model, plan, memory, batch, machine):
     return min(fitting, key=lambda plan: plan.seconds, default=None)
 
 
-def advise(model, gpus, memory, batch=None, **speeds):
+def advise(model, gpus, memory, batch=None, fp8=False, **speeds):
     """Return [Plan], fastest first, for `gpus` of `memory` bytes. `speeds` are fields of Machine.
 
     `batch` is the number of sequences per step, by default about 512. All plans use flash
@@ -719,7 +721,7 @@ def advise(model, gpus, memory, batch=None, **speeds):
 
     def fitting_plans(techniques):
         tried = plans_to_try(model, gpus, techniques, machine.gpus_per_node)
-        plans = [fastest(model, plan, memory, batch, machine) for plan in tried]
+        plans = [fastest(model, replace(p, fp8=fp8), memory, batch, machine) for p in tried]
         return [plan for plan in plans if plan is not None]
 
     plans = fitting_plans(TECHNIQUES)
@@ -919,6 +921,8 @@ def parse_arguments():
         description = f"{SPEEDS[speed.name]} (default {default})"
         flag = f"--{speed.name.replace('_', '-')}"
         parser.add_argument(flag, type=speed.type, help=description)
+    fp8 = "linear layers multiply 8-bit numbers, with fp8.py (flops-per-gpu is of 16 bits)"
+    parser.add_argument("--fp8", action="store_true", help=fp8)
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
     flags = vars(parser.parse_args())
     for name, value in flags.items():
@@ -945,7 +949,7 @@ def report(flags):
     tokens = flags.get("tokens", 300e9)
     speeds = {speed.name: flags[speed.name] for speed in fields(Machine) if speed.name in flags}
     machine = Machine(**speeds)
-    plans = advise(model, gpus, 1e9 * memory, flags.get("batch"), **speeds)
+    plans = advise(model, gpus, 1e9 * memory, flags.get("batch"), "fp8" in flags, **speeds)
     saved = savings(model, gpus, max(1, 512 // gpus), machine.gpus_per_node)
     techniques = {}
     for name in STAGES:

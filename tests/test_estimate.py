@@ -260,6 +260,20 @@ def test_hybrid_sharding_gathers_within_a_node_and_reduces_between_nodes():
     assert seconds["dp"] == exactly(exposed)
 
 
+def test_with_fp8_gathers_and_products_with_matrices_cost_half():
+    """Of zero3, which gathers twice. Gradients are in 16 bits, and attention's products too."""
+    sent = partial(estimate.data_parallel_traffic, 1e9, 8, element=2)
+    assert sent("zero3", fp8=True) == exactly((1 + 1 + 2) * 1e9 * 7 / 8)
+    for technique in ("ddp", "zero2", "lora"):
+        assert sent(technique, fp8=True) == sent(technique)
+    operations = partial(estimate.flops_per_token, SMALL)
+    matrices = 2 * SMALL.active_parameters()
+    assert operations() - operations(fp8=True) == exactly(3 * matrices / 2)
+    plain, *_ = estimate.advise(SEVEN_B, 64, 80e9)
+    faster, *_ = estimate.advise(SEVEN_B, 64, 80e9, fp8=True)
+    assert faster.times["compute"] < 0.6 * plain.times["compute"]
+
+
 def test_offload_sends_32_bytes_a_parameter():
     seconds = times_of(Plan(2, technique="zero2+offload"))
     assert seconds["host"] == exactly(32 * GPT3.parameters() / 2 / 1e8)
