@@ -30,8 +30,9 @@ Papers:   Chen et al. 2016, arXiv 1604.06174: √l segments; Korthikanti et al. 
           sections 4 and 5: the bytes
 Mirrors:  torch.utils.checkpoint (use_reentrant=False, selective), torch.autograd.graph.save_on_cpu
 Left out: torch.compile. Functions that use several GPUs. Buffers that forward updates, such as
-          BatchNorm's: the second run updates them again. Random numbers in threads that share a
-          generator, as on a CPU under data_parallel.py
+          BatchNorm's: the second run updates them again. Writes through .data into what autograd
+          has saved. Random numbers in threads that share a generator, as on a CPU under
+          data_parallel.py
 """
 
 # /// script
