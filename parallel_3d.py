@@ -32,7 +32,8 @@ hidden size h:
     held         Ψ/(tp·pp) parameters, as many gradients, and twice as many moments of Adam.
                  --zero1 divides the moments by dp.
     sent by tp   8·m·bsh (tp-1)/tp in each of L/pp blocks, 2·m·bsh (tp-1)/tp in the embedding and in
-                 the head, and 6·m·bs (tp-1)/tp in the loss (in float32 if --dtype has 16 bits)
+                 the head, and 6·m·bs (tp-1)/tp in the loss (in float32 if --dtype has 16 bits), or
+                 3·m·bs (tp-1) with --fused-loss, which holds no logits
          by pp   m·bsh to each neighbour stage. The first and the last stage also send the
                  gradient of the embedding.
          by dp   2Ψ/(tp·pp) (dp-1)/dp, with and without --zero1
@@ -87,6 +88,7 @@ import flash_attention
 import pipeline
 import tensor_parallel
 import zero
+from linear_cross_entropy import vocab_parallel_linear_cross_entropy
 
 # --------------------------------------------------------------------------------------------------
 # 1. The model on one device (Radford et al. 2019). Activations are (sequence, batch, hidden).
@@ -147,9 +149,11 @@ class Head(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(config.hidden)
         self.linear = nn.Linear(config.hidden, config.vocab, bias=False)
+        self.has_logits = True  # with --fused-loss, the loss takes the input of self.linear
 
     def forward(self, x):
-        return self.linear(self.norm(x))
+        x = self.norm(x)
+        return self.linear(x) if self.has_logits else x
 
 
 @torch.no_grad()
@@ -406,6 +410,8 @@ class Trainer:
         layers = {name: layer for stage in self.stages for name, layer in stage.named_children()}
         self.embedding = layers.get("0")  # None on ranks without it
         self.head = layers.get(str(config.layers + 1))  # None on ranks without it
+        if self.head is not None:
+            self.head.has_logits = not args.fused_loss
         self.tied = tie_weights(self.embedding, self.head)  # the embedding's weight, or None
         self.parameters = list(self.stages.parameters())
         # {parameter split over tp: (its layer, its name there)}
@@ -499,10 +505,21 @@ class Trainer:
         self.optimizer.param_groups[0]["lr"] = learning_rate(self.args, self.steps)
         self.optimizer.zero_grad()
 
-    def loss_fn(self, logits, targets):
-        losses = tensor_parallel.vocab_parallel_cross_entropy(
-            logits, targets.T, self.grid.tp_group, ignore_index=IGNORE
-        )
+    def loss_fn(self, output, targets):
+        """`output` are logits, or the input of the head's matrix with --fused-loss."""
+        options = {"process_group": self.grid.tp_group, "ignore_index": IGNORE}
+        if self.args.fused_loss:
+            losses = vocab_parallel_linear_cross_entropy(
+                output,
+                self.head.linear.weight,
+                targets.T,
+                reduction="none",
+                vocab_size=self.config.vocab,
+                sequence_parallel=self.args.sequence_parallel,
+                **options,
+            )
+        else:
+            losses = tensor_parallel.vocab_parallel_cross_entropy(output, targets.T, **options)
         return self.scaler.scale(losses.sum() * self.token_weight)
 
     def mean_loss(self, loss):
@@ -700,6 +717,10 @@ def sent_by_formula(trainer):
     tp = estimate.tensor_parallel_traffic(
         tokens, hidden, grid.tp, blocks, embedding, head, element, args.sequence_parallel
     )
+    if args.fused_loss and head:  # it gathers 3 numbers of a token, and keeps the gathered input
+        loss = (3 * grid.tp - 6) * tokens * max(4, element)
+        again = tokens * hidden * element if args.sequence_parallel else 0
+        tp += (loss - again) * (grid.tp - 1) / grid.tp
     if args.sequence_parallel:
         tokens //= grid.tp
     pp = estimate.pipeline_traffic(tokens, hidden, neighbours, m, tied, element)
@@ -763,6 +784,7 @@ FLAGS = {
     "--schedule": {"choices": pipeline.SCHEDULES, "default": "1f1b", "help": DEFAULT},
     "--stages-per-rank": number(1, "for interleaved_1f1b"),
     "--sequence-parallel": switch("split the sequence over tp as well"),
+    "--fused-loss": switch("the loss without its logits, by linear_cross_entropy.py"),
     "--zero1": switch("split the optimizer over data-parallel ranks"),
     "--micro-batch-size": number(2, "sequences that a rank computes at once"),
     "--global-batch-size": number(16, "sequences per step, on all ranks together"),

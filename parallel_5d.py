@@ -54,6 +54,7 @@ between. h is the hidden size, K the number of key heads and d their size, k the
 
     tp           times (t-1)/t: 5mTh in attention, 5mTh in a dense MLP, 3mTh in the embedding,
                  3mTh + 6mT in the head and the loss, 2 per element of the norms and routers.
+                 With --fused-loss, which holds no logits: 2mTh + 3mTt
                  5: gather the input, scatter the output; in backward the reverse of both, and
                  the input gathered again for the weight's gradient
     cp           6mTKd/t · (c-1) in attention
@@ -106,6 +107,7 @@ import tensor_parallel
 from activation_checkpoint import checkpoint as recompute
 from context_parallel import ring_attention
 from flash_attention import each_document
+from linear_cross_entropy import vocab_parallel_linear_cross_entropy
 
 # --------------------------------------------------------------------------------------------------
 # 1. The model on one device: Llama, or Mixtral if it has experts. Activations are (sequence, batch,
@@ -269,9 +271,11 @@ class Head(nn.Module):
         super().__init__()
         self.norm = nn.RMSNorm(config.hidden, config.eps)
         self.linear = nn.Linear(config.hidden, config.vocab, bias=False)
+        self.loss_of = None  # --fused-loss: a function of the input and the weight of the matrix
 
     def forward(self, x):
-        return self.linear(self.norm(x))
+        x = self.norm(x)
+        return self.loss_of(x, self.linear.weight) if self.loss_of else self.linear(x)
 
 
 class Stage(nn.Sequential):
@@ -576,6 +580,8 @@ class Trainer:
                 stage.fields = packed_fields(sequences, self.device)
         inputs = self.grid.own_part(inputs, m).to(self.device)
         targets = self.grid.own_part(targets, m).to(self.device)
+        if self.args.fused_loss:
+            self.fuse_loss(targets.chunk(m))
         with ExitStack() as stack:  # FSDP gathers once per step, not once per micro-batch
             for stage in self.stages:
                 stack.enter_context(fsdp.keep_unsharded(stage))
@@ -587,11 +593,34 @@ class Trainer:
                 optimizer.step()
         return self.sum_loss(loss), norm
 
-    def loss_fn(self, logits, targets):
-        losses = tensor_parallel.vocab_parallel_cross_entropy(
-            logits, targets.T, self.grid.tp_group, ignore_index=IGNORE
-        )
-        return losses.sum() * self.token_weight
+    def loss_fn(self, output, targets):
+        """`output` are logits or, with --fused-loss, the loss of each token."""
+        if not self.args.fused_loss:
+            output = tensor_parallel.vocab_parallel_cross_entropy(
+                output, targets.T, self.grid.tp_group, ignore_index=IGNORE
+            )
+        return output.sum() * self.token_weight
+
+    def fuse_loss(self, micro_batches):
+        """Let the head compute the loss, because FSDP gathers its weight in its forward only."""
+        targets = iter(micro_batches)
+
+        def loss_of(x, weight):
+            return vocab_parallel_linear_cross_entropy(
+                x,
+                weight,
+                next(targets).T,
+                reduction="none",
+                ignore_index=IGNORE,
+                vocab_size=self.config.vocab,
+                sequence_parallel=True,
+                process_group=self.grid.tp_group,
+            )
+
+        for stage in self.stages:
+            for layer in stage:
+                if isinstance(layer, Head):
+                    layer.loss_of = loss_of
 
     @torch.no_grad()
     def reduce_whole(self):
@@ -765,6 +794,7 @@ FLAGS = {
     "--lr": {"type": float, "default": 1e-3, "help": f"learning rate {DEFAULT}"},
     "--clip-grad": {"type": float, "default": 1.0, "help": f"largest norm, 0: none {DEFAULT}"},
     "--aux-weight": {"type": float, "default": 0.01, "help": f"of the auxiliary loss {DEFAULT}"},
+    "--fused-loss": {"action": "store_true", "help": "the loss without its logits"},
     "--recompute": {"action": "store_true", "help": "blocks' activations in backward"},
     "--packed": {"action": "store_true", "help": "a line of text is a document of its own"},
     "--metrics": {"metavar": "FILE", "help": "write a line of JSON per step to FILE"},
@@ -928,7 +958,10 @@ def sent_by_formula(trainer):
     passes = (3 + 2 * times_forward) * (len(blocks) + len(dense))
     passes += 3 * (0 in numbers) + 3 * (config.layers + 1 in numbers)
     whole = sum(shard.numel() for shard in trainer.whole)
-    tp = m * T * config.hidden * passes + 2 * whole + 6 * m * T * (config.layers + 1 in numbers)
+    has_head = config.layers + 1 in numbers
+    passes -= args.fused_loss * has_head  # it keeps the gathered input
+    numbers_of_loss = 3 * grid.tp if args.fused_loss else 6
+    tp = m * T * config.hidden * passes + 2 * whole + numbers_of_loss * m * T * has_head
     keys = m * T * config.kv_heads // grid.tp * config.hidden // config.heads
     cp = (4 + 2 * times_forward) * keys * len(blocks)
     borders = 2 * len(trainer.layer_numbers) - (0 in numbers) - (config.layers + 1 in numbers)

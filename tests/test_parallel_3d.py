@@ -163,6 +163,7 @@ def train_beside_one_device(trainers, args, config=SMALL):
 SGD = "--optimizer SGD --lr 0.5"
 INTERLEAVED = "--schedule interleaved_1f1b --stages-per-rank 2"
 SEQUENCE = "--sequence-parallel"
+FUSED = "--fused-loss"
 ZERO_BUBBLE = "--schedule zero_bubble"
 PACKED = "--reset-attention-mask --reset-position-ids"
 FEW = replace(SMALL, vocab=4)  # so that many tokens end a document
@@ -172,6 +173,13 @@ RUNS = [  # options of the whole run, of its first two steps, and of the next tw
     (SMALL, "--dropout 0.3 --sequence-length 1", "--zero1", f"--pp 2 {ZERO_BUBBLE} --zero1"),
     (DEEP, "--clip-grad 0", "--pp 4 --zero1 --schedule gpipe", f"--tp 2 --zero1 {INTERLEAVED}"),
     (DEEP, INTERLEAVED, "--tp 2 --pp 2", f"--tp 2 --pp 2 --zero1 {SEQUENCE}"),
+    (PADDED, FUSED, "--tp 4", f"--pp 2 {ZERO_BUBBLE} --zero1"),
+    (
+        SMALL,
+        f"{FUSED} {SGD}",
+        f"--tp 2 --pp 2 {SEQUENCE}",
+        f"--tp 4 {SEQUENCE} --micro-batch-size 4",
+    ),
     (FEW, PACKED, f"--tp 2 --zero1 {SEQUENCE}", f"--pp 2 {ZERO_BUBBLE} --micro-batch-size 1"),
 ]
 
@@ -210,7 +218,12 @@ def test_bf16_stays_within_a_few_roundoffs_of_one_device():
 
 @pytest.mark.parametrize(
     "flags",
-    [f"--tp 2 --zero1 {SEQUENCE} --micro-batch-size 1", "--pp 4 --dtype bfloat16"],
+    [
+        f"--tp 2 --zero1 {SEQUENCE} --micro-batch-size 1",
+        "--pp 4 --dtype bfloat16",
+        f"--tp 2 {SEQUENCE} {FUSED}",
+        f"--tp 4 {FUSED}",
+    ],
 )
 @pool.on(4)
 def test_bytes_sent_and_held_are_those_of_the_docstring(flags):

@@ -42,6 +42,7 @@ DEFAULTS = {
     "data_checksum": 0,
     "optimizer": "adamw",
     "packed": False,
+    "fused_loss": False,
 }
 
 
@@ -114,6 +115,13 @@ GRIDS = {
         "ep": 2,
         "schedule": "interleaved_1f1b",
         "stages_per_rank": 2,
+    },
+    "fused loss, cp, tp": {"cp": 2, "tp": 2, "fused_loss": True},
+    "fused loss, zero bubble, tp": {
+        **PIPELINE,
+        "tp": 2,
+        "schedule": "zero_bubble",
+        "fused_loss": True,
     },
     "packed, cp, tp": {"cp": 2, "tp": 2, "packed": True},
     "packed, zero bubble, cp, recomputed": {
@@ -291,8 +299,9 @@ def test_a_grid_that_does_not_fit_is_refused(flags, words):
     [
         {"pp": 2, "tp": 2, "ep": 2, "model": "deepseek-tiny"},
         {"cp": 2, "tp": 2, "recompute": True},
+        {"tp": 4, "model": "llama-tiny", "fused_loss": True},
     ],
-    ids=["pp tp", "cp tp, recomputed"],
+    ids=["pp tp", "cp tp, recomputed", "tp, fused loss"],
 )
 @pool.on(4)
 def test_bytes_sent_along_each_axis_equal_the_formula(grid):
