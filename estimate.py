@@ -9,7 +9,8 @@ A GPU that trains Ψ parameters in mixed precision with Adam holds, in bytes:
     optimizer   12Ψ  ████████████    zero1, offload, LoRA: fp32 weights and both moments of Adam
     activations  sbh (34 + 5as/h)    a smaller micro-batch, recomputation, flash attention,
                  in each layer       tensor and context parallelism
-    logits       14sbV               a smaller micro-batch, a vocabulary split over tp
+    logits       14sbV               a smaller micro-batch, a vocabulary split over tp, or chunks
+                                     of words (linear_cross_entropy.py), 8sb bytes for each word
 
 The first three are the model states. A micro-batch has b sequences of s tokens. The model has l
 layers, hidden size h, a attention heads, and V tokens in its vocabulary. Below, t is the number of
@@ -255,12 +256,15 @@ def activations(
     return model.layers * (replicated + (split + scores) / tp)
 
 
-def logits(model, micro_batch, tp=1, element=2):
+def logits(model, micro_batch, tp=1, element=2, chunk_size=None):
     """14sbV/t bytes at the peak, in the backward of the loss.
 
     A logit takes 2 bytes in 16 bits, and its log-softmax takes 4 in fp32. The gradients of the
-    log-softmax and of the logit are in fp32 and take 4 each.
+    log-softmax and of the logit are in fp32 and take 4 each. linear_cross_entropy.py holds those of
+    `chunk_size` words only, twice in fp32.
     """
+    if chunk_size:
+        return 8 * model.sequence * micro_batch * chunk_size
     return (element + 12) * model.sequence * micro_batch * model.vocab / tp
 
 

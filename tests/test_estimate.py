@@ -161,6 +161,13 @@ def test_bytes_sent_are(what):
 
 # ---- bytes that a rank holds
 
+
+def test_a_loss_in_chunks_of_words_holds_two_fp32_numbers_of_a_chunks_logits():
+    """As linear_cross_entropy.py's table and test say."""
+    tokens = 2 * GPT2.sequence
+    assert estimate.logits(GPT2, 2, chunk_size=1024) == 4 * 2 * tokens * 1024
+
+
 LAYERS = estimate.activations(GPT2, 1, flash=True)
 STAGE = estimate.activations(GPT3, 1, flash=True) / 8
 HELD = {

@@ -246,6 +246,20 @@ def test_backward_computes_the_logits_of_forward_under_autocast(autocast, where)
     assert leaf.grad.sum().abs() < 5e-3  # softmax - target, summed over words
 
 
+@on_cpu
+def test_autocast_casts_what_it_would_cast_for_a_linear_layer():
+    """It leaves float64 alone."""
+    *tensors, target = make_inputs(100, dtype=torch.float32)
+    narrow = [y.bfloat16() for y in tensors]
+    wide = [y.double() for y in tensors]
+    ours = lce.linear_cross_entropy
+    found = under_pytorchs(ours, *tensors[:2], target, linear_bias=tensors[2])
+    expected = ours(*narrow[:2], target, linear_bias=narrow[2])
+    assert torch.equal(found, expected)
+    found = under_pytorchs(ours, *wide[:2], target, linear_bias=wide[2])
+    assert torch.equal(found, ours(*wide[:2], target, linear_bias=wide[2]))
+
+
 # ---- costs
 
 
