@@ -484,7 +484,7 @@ def ulysses_attention(
     k = k.repeat_interleave(copies, dim=1)
     v = v.repeat_interleave(copies, dim=1)
     attention = partial(attention, scale=scale)
-    if documents is not None:
+    if documents is not None and q.numel():
         attention = partial(each_document, attention, lengths_of(documents))
     output = naive_ulysses_attention(q, k, v, causal, process_group, zigzag, attention)
     return output.unflatten(1, (K, -1))[:, :, :G].flatten(1, 2)

@@ -300,9 +300,9 @@ def each_document(
 ):
     """Call attend(q, k, v, scale=) for each document alone. Return the outputs as one tensor."""
     if torch.is_tensor(scale):  # it may train: autograd differentiates this product
-        q = (q * scale).to(q.dtype)
+        q = (q * scale).type_as(q)
         scale = 1.0
-    if documents is None:
+    if documents is None or not q.numel():
         return attend(q, k, v, scale=scale)
     if not documents.shape == q.shape[::2] == k.shape[::2]:  # (B, S)
         raise ValueError(
@@ -363,8 +363,9 @@ def flash_backward(
     scale = softmax_scale(q, scale)
     if runs_kernels(kernel, q, v, dropout):
         return triton_backward(grad_output, q, k, v, output, lse, causal, scale)
-    tensors = (grad_output, q, k, v, output, lse)
-    dq, dk, dv = run_loop(loop_backward, tensors, causal, scale, dropout, block_size)
+    dq, dk, dv = run_loop(
+        loop_backward, (grad_output, q, k, v, output, lse), causal, scale, dropout, block_size
+    )
     return sum_heads(dq, q), sum_heads(dk, k), sum_heads(dv, v)
 
 
@@ -431,10 +432,11 @@ def check_inputs(q, k, v, causal, block_size):
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: must be (B, H, S, D), "
             "(B, Hkv, Skv, D) and (B, Hkv, Skv, D)"
         )
-    H = q.shape[1]
     Hkv = k.shape[1]
-    if not Hkv or H % Hkv:
-        raise ValueError(f"q has {H} heads, which is not a multiple of the {Hkv} heads of k and v")
+    if not Hkv or q.shape[1] % Hkv:
+        raise ValueError(
+            f"q has {q.shape[1]} heads, which is not a multiple of the {Hkv} heads of k and v"
+        )
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise ValueError(f"q {q.dtype}, k {k.dtype}, v {v.dtype}: must be one floating-point dtype")
     if block_size < 1:

@@ -54,7 +54,6 @@ import time
 import weakref
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import wraps
 from pathlib import Path
 from typing import NamedTuple
 
@@ -116,22 +115,10 @@ class Options(NamedTuple):
     process_group: object  # whose ranks split the words, or None
 
 
-def without_autocast(function):
-    """Backward must compute the logits in the dtype of forward, or lse does not fit them."""
-
-    @wraps(function)
-    def run(ctx, tensor, *args):
-        with torch.autocast(tensor.device.type, enabled=False), torch._C.DisableTorchFunction():
-            return function(ctx, tensor, *args)
-
-    return run
-
-
 class LinearCrossEntropy(torch.autograd.Function):
     """The loss of each token. Keeps lse, besides its inputs."""
 
     @staticmethod
-    @without_autocast
     def forward(ctx, x, weight, bias, target, options):
         dtype = torch.promote_types(x.dtype, torch.float32)
         stats = x.new_zeros(3, len(x), dtype=dtype)  # lse, z_y and Σz of no words
@@ -157,7 +144,6 @@ class LinearCrossEntropy(torch.autograd.Function):
         return loss + options.z_loss * lse.square()
 
     @staticmethod
-    @without_autocast
     def backward(ctx, grad):
         check_no_second_derivative()
         x, weight, bias, target, lse = ctx.saved_tensors
@@ -194,7 +180,9 @@ def chunks(x, weight, bias, target, options):
     stop = min(len(weight), options.vocab_size - options.first)
     for start in range(0, stop, options.chunk_size):
         rows = slice(start, min(start + options.chunk_size, stop))
-        z = F.linear(x, weight[rows], None if bias is None else bias[rows])
+        # Autocast in one pass alone would change the dtype, and lse would not fit the logits.
+        with torch.autocast(x.device.type, enabled=False), torch._C.DisableTorchFunction():
+            z = F.linear(x, weight[rows], None if bias is None else bias[rows])
         z = z.to(torch.promote_types(z.dtype, torch.float32))
         if options.softcap:
             z.div_(options.softcap).tanh_().mul_(options.softcap)
@@ -357,23 +345,21 @@ def check_arguments(x, weight, bias, target, reduction, options, sequence_parall
     if sequence_parallel:
         shape[0] *= t
     fits = list(weight.shape[1:]) == shape[-1:] and list(target.shape) == shape[:-1]
-    if not fits or (bias is not None and bias.shape != weight.shape[:1]):
+    bias_fits = bias is None or bias.shape == weight.shape[:1]
+    if not fits or not bias_fits or target.is_floating_point():
         raise ValueError(
-            f"input {shape}, linear_weight {list(weight.shape)}, target {list(target.shape)}: must "
-            "be (…, H), (V, H) and (…), and linear_bias (V)"
+            f"input {shape}, linear_weight {list(weight.shape)}, target {list(target.shape)} of "
+            f"{target.dtype}: must be (…, H), (V, H) and (…) integers, and linear_bias (V)"
         )
-    if not 0 < options.vocab_size <= t * len(weight):
-        raise ValueError(f"vocab_size={options.vocab_size}: there are {t} · {len(weight)} rows")
-    if target.is_floating_point():
-        raise ValueError(f"target {target.dtype}: must be numbers of words, not probabilities")
-    smoothing = options.label_smoothing
+    rows = t * len(weight)
     cap = options.softcap
-    if reduction not in ("none", "mean", "sum") or not 0 <= smoothing <= 1:
+    are_numbers = 0 < options.vocab_size <= rows and 0 <= options.label_smoothing <= 1
+    are_positive = options.chunk_size > 0 and (cap is None or cap > 0)
+    if reduction not in ("none", "mean", "sum") or not are_numbers or not are_positive:
         raise ValueError(
-            f"{reduction=}, label_smoothing={smoothing}: use none, mean or sum; 0 to 1"
+            f"{reduction=}, {options}: use none, mean or sum; vocab_size of at most {rows}; "
+            "label_smoothing of 0 to 1; a positive chunk_size and softcap"
         )
-    if options.chunk_size < 1 or (cap is not None and cap <= 0):
-        raise ValueError(f"chunk_size={options.chunk_size}, softcap={cap}: must be positive")
 
 
 def check_no_second_derivative():

@@ -75,6 +75,15 @@ def test_any_documents_are_computed_as_alone(attention, zigzag):
         assert_all_equal(found, expected)
 
 
+@pool.on(2)
+def test_a_batch_of_documents_may_be_empty():
+    q = torch.ones(0, 2, 4, 8)
+    ids = torch.zeros(0, 8, dtype=torch.long)
+    for attention in BOTH:
+        output = attention(q, q, q, process_group=pool.group(), documents=ids)
+        assert output.shape == q.shape
+
+
 def operations_of(call):
     """Of attention's forward on all ranks."""
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -160,6 +160,15 @@ def test_any_documents_are_computed_as_alone(ids, shared, causal):
 
 
 @on_cpu
+@pytest.mark.parametrize(("B", "S"), [(0, 3), (2, 0)], ids=["no sequence", "no token"])
+def test_documents_may_be_none_at_all(B, S):
+    ids = torch.zeros(B, S, dtype=torch.long)
+    q = torch.ones(B, 2, S, 4)
+    for attend in (flash.flash_attention, flash.naive_attention):
+        assert attend(q, q, q, documents=ids).shape == q.shape
+
+
+@on_cpu
 def test_a_document_costs_its_own_square():
     inputs = make_inputs(21, 21)
     first = [1] * 9 + [0] * 5 + [1] * 7

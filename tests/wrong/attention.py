@@ -37,6 +37,21 @@ def differ(ids):
     return differences[:, None]
 
 
+def online_softmax(blocks, values, largest, rescale):
+    """Return the sum of exponentials, and the sum of values weighted by them."""
+    m = torch.tensor(-1e300, dtype=torch.float64)  # the running maximum
+    l = torch.zeros(())
+    O = torch.zeros(())
+    for scores, v_j in zip(blocks, values, strict=True):
+        m_new = torch.maximum(m, largest(scores)).detach()
+        P = (scores - m_new).exp()
+        correction = (m - m_new).exp()
+        l = rescale(l, correction) + P.sum(-1, keepdim=True)
+        O = O * correction + P @ v_j
+        m = m_new
+    return l, O
+
+
 def plain_attention(
     q,
     k,
@@ -59,16 +74,7 @@ def plain_attention(
     if documents is not None:
         hidden = hidden | differ(number(documents))
     blocks = scores.masked_fill(hidden, -torch.inf).split(64, 3)
-    m = torch.tensor(-1e300, dtype=torch.float64)  # the running maximum
-    l = torch.zeros(())  # the running sum of exponentials
-    O = torch.zeros(())  # the running output
-    for scores, v_j in zip(blocks, v.split(64, 2), strict=True):
-        m_new = torch.maximum(m, largest(scores)).detach()
-        P = (scores - m_new).exp()
-        correction = (m - m_new).exp()
-        l = rescale(l, correction) + P.sum(-1, keepdim=True)
-        O = O * correction + P @ v_j
-        m = m_new
+    l, O = online_softmax(blocks, v.split(64, 2), largest, rescale)
     return O / l.clamp(min=least)
 
 
