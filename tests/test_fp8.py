@@ -26,6 +26,7 @@ BF16 = torch.bfloat16
 INF = float("inf")
 NAN = float("nan")
 FORMATS = [fp8.E4M3, fp8.E5M2]
+IS_OLD = torch.__version__ < "2.7"
 bitwise = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
 
 
@@ -264,6 +265,8 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @each_recipe
 def test_inputs_of_any_shape(recipe, shape):
+    if 0 in shape and IS_OLD:
+        pytest.skip("torch 2.6 pads no tensor without elements")
     layer = make_layer(recipe)
     x = randn(shape, dtype=F32)
     dy = torch.ones(*shape[:-1], 6)
@@ -328,6 +331,7 @@ def test_convert_keeps_parameters_hooks_and_names_and_takes_a_filter():
     assert calls == ["hook"]
 
 
+@pytest.mark.skipif(IS_OLD, reason="torch 2.6 does not compile DisableTorchFunction")
 @each_recipe
 def test_compiled_checkpointed_and_repeated_it_is_bitwise_the_same(recipe):
     layer = make_layer(recipe, 48, 64)
@@ -498,7 +502,11 @@ def test_a_sharded_layer_gathers_a_byte_per_weight_twice(recipe):
         ("zero2", claims.KINDS["zero2"].ours),
         ("zero3", claims.KINDS["zero3"].ours),
         ("fsdp", claims.KINDS["fsdp"].ours),
-        ("fsdp", claims.KINDS["fsdp"].pytorchs),
+        pytest.param(
+            "fsdp",
+            claims.KINDS["fsdp"].pytorchs,
+            marks=pytest.mark.skipif(IS_OLD, reason="torch 2.6 has no streams of CPUs"),
+        ),
     ],
 )
 @pool.on(2)

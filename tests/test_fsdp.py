@@ -318,7 +318,13 @@ def two_micro_batches(model, rank, n):
         return batch_loss(model, rank, n)
 
 
-@pytest.mark.parametrize("loss", [forward_without_grad_first, two_micro_batches])
+FIRST_WITHOUT_GRAD = pytest.param(
+    forward_without_grad_first,
+    marks=pytest.mark.skipif(torch.__version__ < "2.7", reason="one device fails with torch 2.6"),
+)
+
+
+@pytest.mark.parametrize("loss", [FIRST_WITHOUT_GRAD, two_micro_batches])
 @pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
 @pool.on(2)
 def test_forwards_in_one_autocast_train_as_on_one_device(loss, reshard):
