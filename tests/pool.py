@@ -18,6 +18,7 @@ import importlib
 import os
 import re
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -119,6 +120,22 @@ def _forget_earlier_groups(number):
         time.sleep(0.1)
     for group in earlier:
         dist.destroy_process_group(group)  # each has three threads
+    if earlier:
+        _forget_meshes()
+
+
+def _forget_meshes():
+    """DTensor's caches have meshes of earlier groups, which equal the meshes of new ones."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    tensor = sys.modules["torch.distributed.tensor"]
+    redistribute = sys.modules["torch.distributed.tensor._redistribute"]
+    tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    for module, name in (
+        (torch._C, "_clear_DTensor_sharding_propagator_cache"),  # not in torch 2.6
+        (redistribute._gen_transform_infos, "cache_clear"),
+    ):
+        getattr(module, name, int)()
 
 
 def _worker(worker_rank, largest, environ, connection, folder):

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import pipeline
 
@@ -131,6 +132,36 @@ def chunked_linear_cross_entropy(input, linear_weight, target, **options):
         raise NotImplementedError(f"torch {torch.__version__} has no linear_cross_entropy")
     chunks = nn.LinearCrossEntropyOptions()
     return F.linear_cross_entropy(input, linear_weight, target, options=chunks, **options)
+
+
+def placements_of(parameter, mesh):
+    """A dimension of the mesh either splits the parameter or has it whole on each rank."""
+    cuts = [parameter.split.get(name) for name in mesh.mesh_dim_names]
+    return [Replicate() if cut is None else Shard(cut) for cut in cuts]
+
+
+def clip_grad_norm(model, max_norm, mesh, norm_type=2.0):
+    """On DTensors. Over pipeline stages, norms add up as in torchtitan 0.2, which ties nothing."""
+    if model.is_tied and "pp" in mesh.mesh_dim_names:
+        raise NotImplementedError("no parameters that two stages share")
+    names = [name for name in mesh.mesh_dim_names if name != "pp"]
+    inside = mesh[tuple(names)] if names else None
+    gradients = []
+    for parameter in model.parameters():
+        if parameter.grad is not None and inside is not None:
+            placements = placements_of(parameter, inside)
+            gradient = DTensor.from_local(parameter.grad, inside, placements, run_check=False)
+            gradients.append(gradient)
+        elif parameter.grad is not None:
+            gradients.append(parameter.grad)
+    norm = get_total_norm(gradients, norm_type)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if "pp" in mesh.mesh_dim_names:
+        norm = norm.double() ** norm_type  # float32 on a stage without gradients
+        dist.all_reduce(norm, group=mesh.get_group("pp"))
+        norm = norm ** (1 / norm_type)
+    clip_grads_with_norm_(model.parameters(), max_norm, norm)
+    return norm
 
 
 def inject_lora(model, r, lora_alpha, target_modules):

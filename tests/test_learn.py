@@ -44,9 +44,13 @@ def test_a_skeleton_is_wrong_and_our_minimal_version_is_right(name):
     assert {claim: v for claim, v in verdicts.items() if v.outcome != "holds"} == {}
 
 
+# They put together what the lessons before have made.
+BETWEEN_CLASSES = {"clip-grad-norm", "train-step", "checkpoint", "moe-mesh"}
+
+
 @pytest.mark.cpu
 def test_each_kind_is_a_lesson_whose_claims_exist_and_have_hints():
-    assert LESSONS.keys() == KINDS.keys()
+    assert LESSONS.keys() == KINDS.keys() - BETWEEN_CLASSES
     for name, lesson in LESSONS.items():
         assert set(lesson.claims.split()) <= set(names_of_claims(name))
         assert set(lesson.claims.split()) <= HINTS.keys()

@@ -15,6 +15,7 @@ FILES = [  # in the order of the README's table
     "tensor_parallel",
     "vocabulary",
     "tp_block",
+    "clip_grad_norm",
     "linear_cross_entropy",
     "pipeline",
     "amp",
