@@ -24,6 +24,7 @@ from claims.attention import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from shared import Watch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -157,6 +158,20 @@ def test_any_documents_are_computed_as_alone(ids, shared, causal):
     for attend in (in_blocks_of_7, flash.naive_attention):
         found = output_and_gradients(attend, *inputs, causal=causal, documents=documents)
         assert_all_close(found, expected)
+
+
+@on_cpu
+def test_backward_writes_no_zeros_for_the_rest_of_a_sequence():
+    """That of a slice does, for each document. That of a split does not."""
+    *inputs, grad = make_inputs(20, 20)
+    leaves = [x.requires_grad_() for x in inputs]
+    ids = torch.arange(20).expand(2, 20) // 4
+    output = flash.flash_attention(*leaves, documents=ids)
+    with Watch(lambda: None) as operators:
+        torch.autograd.grad(output, leaves, grad)
+    names = {name for name, _ in operators.seen}
+    assert "aten::cat" in names
+    assert not names & {"aten::slice_backward", "aten::select_backward"}
 
 
 @on_cpu

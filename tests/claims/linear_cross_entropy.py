@@ -108,7 +108,8 @@ def errors_in_bf16(function, cast):
     exact = loss_and_gradients(plain_loss, wide, target)
     found = loss_and_gradients(function, narrow, target)
     pairs = zip(found, exact, strict=True)
-    return [(a.double() - b).norm().item() for a, b in pairs]
+    differences = [a.double() - b for a, b in pairs]
+    return [difference.norm().item() for difference in differences]
 
 
 def compare_errors(make, plain, cast):
