@@ -31,6 +31,7 @@ import re
 import socket
 import statistics
 import sys
+import tempfile
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import activation_checkpoint
 import amp
+import checkpoint
 import context_parallel
 import ddp
 import expert_parallel
@@ -570,6 +572,30 @@ def bench_expert_parallel(bench):
     }
 
 
+def bench_checkpoint(bench):
+    """A step that also saves 100 MB of each rank, over the same step alone."""
+    directory = tempfile.TemporaryDirectory()
+    everyone = [directory.name]
+    dist.broadcast_object_list(everyone)
+    tensors = {f"{i}/{bench.rank}": torch.ones(10**6, device=bench.device) for i in range(25)}
+
+    def variant(**how):
+        step = bench.training_step(bench.model(), micro_batches=4)
+
+        def step_and_save():
+            step()
+            checkpoint.save(everyone[0], tensors, **how)
+            return directory  # which lives as long as the variant
+
+        return step_and_save if how else step
+
+    return {
+        "step and background save": partial(variant, background=True),
+        "step": variant,
+        "step and save": partial(variant, background=False),
+    }
+
+
 ROWS = {
     "ddp": bench_ddp,
     "zero": bench_zero,
@@ -586,6 +612,7 @@ ROWS = {
     "linear_cross_entropy_256": partial(bench_linear_cross_entropy, 256),
     "context_parallel": bench_context_parallel,
     "expert_parallel": bench_expert_parallel,
+    "checkpoint": bench_checkpoint,
 }
 
 # --------------------------------------------------------------------------------------------------
