@@ -16,6 +16,7 @@ FILES = [  # in the order of the README's table
     "vocabulary",
     "tp_block",
     "clip_grad_norm",
+    "train_step",
     "linear_cross_entropy",
     "pipeline",
     "amp",

@@ -1,0 +1,104 @@
+"""Mistakes in a step of training, and the claim that catches each."""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+from wrong.common import summed
+
+
+def count_of(batches):
+    return sum((y != -100).sum() for _, y in batches)
+
+
+def plain(model, optimizer, micro_batches, max_norm=None, scheduler=None, scaler=None, *, wrong=""):
+    """No DDP: all-reduce the gradients before the step. `wrong` names a mistake."""
+    optimizer.zero_grad()
+    scale = scaler.scale(torch.ones(())).item() if scaler else 1.0
+    total = backward(model, optimizer, micro_batches, scale, wrong)
+    if wrong.startswith("schedules") and scheduler:
+        again = len(micro_batches) if wrong == "schedules micro-batches" else dist.get_world_size()
+        for _ in range(again - 1):
+            scheduler.step()
+    if wrong == "clips own" and max_norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    reduce_gradients(model, wrong)
+    if wrong == "clips scaled" and max_norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    for parameter in model.parameters():
+        parameter.grad /= scale
+    if max_norm is not None and not wrong.startswith("clips"):
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    whole = total if wrong == "skips alone" else summed(total)
+    is_finite = whole.isfinite() or wrong == "never skips"
+    if is_finite:
+        optimizer.step()
+    if scaler:
+        scaler.update(scale if is_finite else scale / 2)
+    if scheduler:
+        scheduler.step()
+    return whole
+
+
+def backward(model, optimizer, micro_batches, scale, wrong):
+    """Return the sum of this rank's losses."""
+    ranks = dist.get_world_size()
+    count = summed(count_of(micro_batches)).clamp(min=1)
+    if wrong == "own count":
+        count = ranks * count_of(micro_batches).clamp(min=1)
+    if wrong == "drops short batches":
+        micro_batches = [batch for batch in micro_batches if len(batch[0]) == 5]
+    total = torch.zeros(())
+    for x, y in micro_batches:
+        if wrong == "mean of means":
+            count = ranks * len(micro_batches) * count_of([(x, y)]).clamp(min=1)
+        if wrong == "last batch":
+            optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y, reduction="sum") / count
+        if wrong == "divides by micro-batches":
+            loss = loss / len(micro_batches)
+        (scale * loss).backward()
+        total = total + loss.detach()
+    return total
+
+
+def reduce_gradients(model, wrong):
+    for parameter in model.parameters():
+        parameter.grad = summed(parameter.grad)
+        if wrong == "averages":
+            parameter.grad /= dist.get_world_size()
+
+
+drops_short_batches = partial(plain, wrong="drops short batches")
+own_count = partial(plain, wrong="own count")
+mean_of_means = partial(plain, wrong="mean of means")
+last_batch = partial(plain, wrong="last batch")
+divides_by_micro_batches = partial(plain, wrong="divides by micro-batches")
+schedules_micro_batches = partial(plain, wrong="schedules micro-batches")
+schedules_ranks = partial(plain, wrong="schedules ranks")
+clips_own = partial(plain, wrong="clips own")
+clips_scaled = partial(plain, wrong="clips scaled")
+skips_alone = partial(plain, wrong="skips alone")
+never_skips = partial(plain, wrong="never skips")
+averages = partial(plain, wrong="averages")
+
+MISTAKES = {
+    "train-step": {
+        "drops_short_batches": "last_short_batch",
+        "own_count": "unequal_tokens",
+        "mean_of_means": "unequal_micro_batches",
+        "last_batch": "accumulation",
+        "divides_by_micro_batches": "accumulation",
+        "schedules_micro_batches": "schedulers",
+        "schedules_ranks": "schedulers",
+        "clips_own": "clipping",
+        "clips_scaled": "scaled",
+        "skips_alone": "overflow",
+        "never_skips": "overflow",
+        "averages": "equal_tokens",
+    },
+}
+RIGHT = {"train-step": {"plain": []}}
