@@ -9,7 +9,7 @@ import hypothesis
 import pool
 import pytest
 import torch
-from claims import KINDS, registry, verdicts
+from claims import KINDS, causes, registry, verdicts
 
 # No shrinking: a failing example already names its arguments, and each try may restart the workers.
 hypothesis.settings.register_profile(
@@ -25,8 +25,10 @@ hypothesis.settings.load_profile("fixed")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _workers():
+def _workers(request):
     yield
+    for kind, spec in chosen(request.config).items():
+        DIAGNOSES[kind] = causes.find(kind, spec, verdicts_of(kind))
     pool.shut_down()
 
 
@@ -102,6 +104,11 @@ def pytest_generate_tests(metafunc):
 # ---- what the suite prints
 
 VERDICTS = {}  # (kind, claim): Verdict
+DIAGNOSES = {}  # kind: causes.Diagnosis
+
+
+def verdicts_of(kind):
+    return {name: verdict for (of, name), verdict in VERDICTS.items() if of == kind}
 
 
 @pytest.fixture
@@ -143,9 +150,14 @@ def pytest_sessionfinish(session):
         answers = {
             claim: not_run for claim in registry.CLAIMS if claim[0] in chosen(session.config)
         }
-    page = verdicts.versions() | {"claims": []}
+    found = [f"{kind}: {each.sentence}" for kind, each in DIAGNOSES.items() if each.cause]
+    if len(DIAGNOSES) == 1:
+        found = [each.sentence for each in DIAGNOSES.values()]
+    page = verdicts.versions() | {"cause": "\n".join(found), "claims": []}
     for (kind, claim), verdict in answers.items():
-        page["claims"].append(verdicts.as_json(kind, claim, specs[kind], verdict))
+        diagnosis = DIAGNOSES.get(kind, causes.NONE)
+        line = verdicts.as_json(kind, claim, specs[kind], verdict, diagnosis)
+        page["claims"].append(line)
     path = Path(environment.CALLED_FROM) / name
     path.write_text(json.dumps(page, indent=1) + "\n")
 
@@ -153,8 +165,8 @@ def pytest_sessionfinish(session):
 def pytest_terminal_summary(terminalreporter, config):
     for kind, spec in chosen(config).items():
         terminalreporter.section(f"{kind}: {spec}")
-        answers = {name: verdict for (of, name), verdict in VERDICTS.items() if of == kind}
-        for line in verdicts.table(kind, answers):
+        diagnosis = DIAGNOSES.get(kind, causes.NONE)
+        for line in verdicts.table(kind, verdicts_of(kind), diagnosis):
             terminalreporter.write_line(line)
     skipped = Counter(report.longrepr[2] for report in terminalreporter.getreports("skipped"))
     if skipped and not chosen(config):

@@ -30,7 +30,8 @@ FILES = [  # in the order of the README's table
     "diloco",
     "muon",
 ]
-for _file in FILES:
+CAUSES_OF = ["causes_of_training", "causes_of_layers"]  # which need the claims' files
+for _file in [*FILES, *CAUSES_OF]:
     importlib.import_module(f"claims.{_file}")
 
 __all__ = ["CLAIMS", "KINDS", "default_group", "resolve", "run"]

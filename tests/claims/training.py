@@ -284,7 +284,11 @@ class Twice(Blocks):
 def evaluate(trainer):
     x = make_batch(0, 99, precision())
     with torch.no_grad():
-        same(trainer.model(x), trainer.plain(x), "output of an evaluation")
+        same(trainer.model(x), output_of_plain(trainer, x), "output of an evaluation")
+
+
+def output_of_plain(trainer, x):
+    return trainer.plain(x)
 
 
 def clip(trainer):
@@ -451,11 +455,8 @@ def trains_on_tokens(make, tokens, padded=True):
         return len(tokens) / total * squares.sum()
 
     for step in range(3):
-        rows = [each for r, n in enumerate(tokens) for each in rows_with_targets(r, step, n)]
-        output = trainer.plain(torch.cat(rows))
-        squares = output.square()
         trainer.plain_optimizer.zero_grad()
-        (squares.sum() / total).backward()
+        one_device_on_tokens(trainer.plain, tokens, step)
         counts = iter(own)
         sizes = [5] * len(own) if padded else own
         trainer.optimizer.zero_grad()
@@ -464,6 +465,14 @@ def trains_on_tokens(make, tokens, padded=True):
         trainer.optimizer.step()
         trainer.plain_optimizer.step()
         compare(trainer, f"after step {step + 1}", exact=False)
+
+
+def one_device_on_tokens(plain, tokens, step):
+    """All rows in one batch."""
+    rows = [each for r, n in enumerate(tokens) for each in rows_with_targets(r, step, n)]
+    output = plain(torch.cat(rows))
+    squares = output.square()
+    (squares.sum() / sum(map(sum, tokens))).backward()
 
 
 def rows_with_targets(rank, step, counts):

@@ -12,6 +12,7 @@ import environment
 import pool
 import torch
 
+from claims.causes import NONE
 from claims.registry import CLAIMS, KINDS, load, resolve, run
 
 # How an answer is reported: of a claim about results, and of one about a property.
@@ -59,7 +60,7 @@ def by_group(kind, verdicts):
     return {group: names[group] for group in GROUPS if names[group]}
 
 
-def as_json(kind, name, spec, verdict):
+def as_json(kind, name, spec, verdict, diagnosis=NONE):
     claim = CLAIMS[kind, name]
     holds = verdict.outcome == "holds"
     return {
@@ -70,6 +71,7 @@ def as_json(kind, name, spec, verdict):
         "about": claim.about,
         "verdict": group_of(kind, name, verdict),
         "finding": "" if holds else verdict.why,
+        "explained by cause": name in diagnosis.explained,
         "worlds": list(claim.worlds),
         "dtype": verdict.why if holds else "",
     }
@@ -227,8 +229,9 @@ def how_to_call(kind):
         yield textwrap.indent(textwrap.fill(claim.sentence, 90), "      ")
 
 
-def table(kind, verdicts):
-    """Return lines, of the claims' verdicts by name: results, then properties, then the sums."""
+def table(kind, verdicts, diagnosis=NONE):
+    """Return lines, of the claims' verdicts by name: the cause, results, properties, the sums."""
+    yield from _looks_like(diagnosis)
     headings = {
         "result": "Results. Training goes wrong if one is wrong.",
         "property": "Properties. An implementation that lacks one is not wrong.",
@@ -238,15 +241,29 @@ def table(kind, verdicts):
         if names:
             yield heading
         for name in names:
-            yield from _row(kind, name, verdicts[name], column)
+            is_explained = name in diagnosis.explained
+            yield from _row(kind, name, verdicts[name], column, is_explained)
     holding = sum(verdict.outcome == "holds" for verdict in verdicts.values())
     yield f"{holding} of {len(verdicts)} claims hold."
-    for group, names in by_group(kind, verdicts).items():
+    others = {name: each for name, each in verdicts.items() if name not in diagnosis.explained}
+    for group, names in by_group(kind, others).items():
         yield f"{group}: {', '.join(names)}"
+    if diagnosis.explained:
+        yield f"explained by the cause: {', '.join(diagnosis.explained)}"
 
 
-def _row(kind, name, verdict, column):
-    word = WORDS[verdict.outcome][column]
+def _looks_like(diagnosis):
+    if not diagnosis.cause:
+        return
+    yield "What it looks like:"
+    yield textwrap.indent(textwrap.fill(diagnosis.sentence, 96), "  ")
+    count = len(diagnosis.explained)
+    claims = "1 claim" if count == 1 else f"{count} claims"
+    yield f"  Mend {diagnosis.first} first. This explains {claims}."
+
+
+def _row(kind, name, verdict, column, is_explained):
+    word = "explained" if is_explained else WORDS[verdict.outcome][column]
     reasons = verdict.why.splitlines()
     if verdict.outcome == "holds":
         word = f"{word:<7}{verdict.why}"  # the dtype

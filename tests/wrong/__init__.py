@@ -1,6 +1,7 @@
 """Wrong on purpose: common mistakes, each in a few lines, and the claim that catches each.
 
-Most of them shipped somewhere. The implementations in RIGHT are right. Mistakes are made in
+A cause is a name in claims/causes.py's lists. Where CAUSES has none, the oracle must not name one.
+Most mistakes shipped somewhere. The implementations in RIGHT are right. Mistakes are made in
 them, and the claims listed with them say what they lack. UNUSUAL ones are right as well.
 """
 
@@ -22,6 +23,7 @@ def listed(what):
 
 
 MISTAKES = listed("MISTAKES")  # and the claim that does not hold
+CAUSES = listed("CAUSES")  # and the cause that the oracle names. It names none for the others
 RIGHT = listed("RIGHT")  # and the claims that do not hold
 UNUSUAL = []  # (kind, "wrong.file:name", claim, outcome)
 for _kind, _spec, _outcomes in listed("UNUSUAL"):

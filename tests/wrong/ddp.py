@@ -151,4 +151,17 @@ MISTAKES = {
         "AveragesMicroBatches": "unequal_micro_batches",
     },
 }
+CAUSES = {  # that the oracle names. It names none for the other mistakes
+    "ddp": {
+        "SumsGradients": "summed",
+        "ReducesParameters": "parameters_averaged",
+        "StartsAnywhere": "started_apart",
+        "ZerosForUnused": "zeros_for_unused",
+        "Unties": "untied",
+        "LastMicroBatchOnly": "earlier_micro_batches_not_reduced",
+        "WeighsRanksByRows": "weighted_by_rows",
+        "LeavesOutIdleRanks": "idle_ranks_left_out",
+        "AveragesMicroBatches": "divided_by_micro_batches",
+    },
+}
 RIGHT = {"ddp": {"PlainDDP": ["overlap", "different_models"]}}

@@ -78,6 +78,8 @@ def full_state_dict(module):
 
 def clip_grad_norm_(module, max_norm):
     """Every rank clips by the norm of its pieces."""
+    if hasattr(module, "_fsdp_unit"):
+        return fsdp.clip_grad_norm_(module, max_norm)
     return nn.utils.clip_grad_norm_(module.parameters(), max_norm)
 
 
@@ -100,6 +102,14 @@ MISTAKES = {
         "clips_by_its_own_norm": "clipping",
         "shards_nothing": "parameters_are_shards",
         "forgets_the_other_copies": "hybrid",
+    },
+}
+CAUSES = {
+    "fsdp": {
+        "initialises_again": "given_weights_lost",
+        "stale_in_evaluation": "stale_evaluation",
+        "clips_by_its_own_norm": "norm_of_own_part",
+        "forgets_the_other_copies": "copies_apart",
     },
 }
 RIGHT = {

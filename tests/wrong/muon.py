@@ -81,4 +81,12 @@ MISTAKES = {
         "LearningRateOfTheStart": "schedulers",
     },
 }
+CAUSES = {
+    "muon": {
+        "KeepsItsOwnMomentum": "gradient_of_the_owner",
+        "AddsUpOnly": "summed",
+        "DecaysAfterTheUpdate": "decay_after_the_update",
+        "LearningRateOfTheStart": "fixed_learning_rate",
+    },
+}
 RIGHT = {"muon": {"PlainMuon": ["whole_state_dict"]}}

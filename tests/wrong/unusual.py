@@ -21,6 +21,7 @@ class AveragesEachBackward(nn.Module):
         self.module = module
         self.works = []  # (parameter, work)
         for parameter in module.parameters():
+            dist.broadcast(parameter.data, 0)
             parameter.register_post_accumulate_grad_hook(self.send)
 
     def forward(self, *args):

@@ -47,4 +47,7 @@ MISTAKES = {
         "KeepsTheWholeState": "state_is_sharded",
     },
 }
+CAUSES = {
+    "zero1": {"KeepsItsUpdates": "updates_not_sent", "FixedLearningRate": "fixed_learning_rate"},
+}
 RIGHT = {"zero1": {"PlainZero1": ["whole_state_dict", "bitwise_at_four"]}}
