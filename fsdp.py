@@ -19,17 +19,17 @@ gradients of the previous one are reduced.
 Hybrid sharding keeps R copies of each shard, on N·R ranks, and also all-reduces ḡ₀ over the R ranks
 that have w₀. Gathers stay within N ranks, for example a node.
 
-Read section 1 for the idea (9 minutes), to section 3 for the technique (44), and the rest to use
-it as a library (85). Four classes do the work:
+Read section 1 for the idea (11 minutes), to section 3 for the technique (48), and the rest to use
+it as a library (92). Four classes do the work:
 
-    Unit               the hooks of a module, before and after forward and backward; by fully_shard
+    Unit               the hooks of a module that fully_shard adds: around forward and backward
     Schedule           when: the order of the units, which is that of gathers and reductions
     ParameterGroup     how: a unit's parameters of one dtype, gathered and reduced in one buffer
     ShardedParameter   where: the place of a parameter in that buffer, and in this rank's shard
 
-Cost per rank in elements, with Adam, for Ψ parameters, of which T are trained, and u in the largest
-unit. The rows with + add to "between steps". 2u: this unit and the next. 3u: this unit's gradients,
-and the previous unit's in a send and in a receive buffer.
+Cost per rank in elements, with Adam. The model has Ψ parameters. T of them are trained, and u are
+in the largest unit. The rows with + add to "between steps". 2u: this unit and the next. 3u: this
+unit's gradients, and the previous unit's in a send and in a receive buffer.
 
                                    parameters  gradients  optimizer   sent per step, times (N-1)/N
     DDP                                Ψ           T         2T       2T
@@ -39,8 +39,8 @@ and the previous unit's in a send and in a receive buffer.
 
 Hybrid sharding sends 2T/N·(R-1)/R more. Section 4 has exceptions.
 
-Ranks add gradients in rank order, so training is bitwise equal to one device that adds up those
-of the ranks' parts of the batch. With copies, all-reduce chooses the order.
+Ranks add gradients in rank order. So training is bitwise equal to one device that takes the ranks'
+parts of the batch in turn, and adds up their gradients. With copies, all-reduce chooses the order.
 
 Run:      torchrun --nproc-per-node 2 fsdp.py     (--idea trains with section 1 alone)
           torchrun --nproc-per-node 4 fsdp.py --replicas 2
@@ -157,7 +157,8 @@ class ShardedParameter:
     """A parameter in two forms: `sharded` for the optimizer, `unsharded` to compute with.
 
     Both are nn.Parameters, and views of `group.shard` or `group.unsharded`. The modules hold one
-    of them at a time. `parameter` is always a ShardedParameter, and `original` what it replaces.
+    of them at a time. Variables named `parameter` are ShardedParameters. `original` is the
+    nn.Parameter that one replaces.
     """
 
     def __init__(self, group, original, owners, start_in_unsharded):
@@ -167,15 +168,15 @@ class ShardedParameter:
         # The original's, but without gaps.
         self.stride = torch.empty_like(original, device="meta").stride()
         self.start_in_unsharded = start_in_unsharded  # offset of its first element
-        start_in_shard = start_in_unsharded - group.shard_start  # < 0: it is on an earlier rank
+        start_in_shard = start_in_unsharded - group.shard_start  # < 0: on an earlier rank
         end_in_shard = start_in_shard + original.numel()
-        # Its elements in `group.shard`, or none. Above, the weight has slice(0, 60) on rank 0, of
-        # which indexing takes 48, and slice(0, 12) on rank 1.
+        # Its elements in `group.shard`, if any. Above, the weight has slice(0, 12) on rank 1. On
+        # rank 0 it has slice(0, 60), and indexing stops at the end of the shard, at 48.
         self.slice = slice(max(start_in_shard, 0), max(end_in_shard, 0))
         self.sharded = nn.Parameter(self.part_of_shard(group.shard), original.requires_grad)
-        # The gather in backward writes to the buffer after autograd has saved views of it. Autograd
-        # would refuse these, because they share its version counter. .data has the same memory, and
-        # a counter of its own.
+        # The gather in backward writes to the buffer after autograd has saved this view of it. A
+        # view shares the version counter of its buffer, so autograd would refuse it. .data has the
+        # same memory, and a counter of its own.
         self.unsharded = nn.Parameter(self.view(group.unsharded).data, original.requires_grad)
         self.sharded._sharded_parameter = self
 
@@ -184,10 +185,13 @@ class ShardedParameter:
         return flat.as_strided(self.shape, self.stride, self.start_in_unsharded)
 
     def part_of_shard(self, shard):
-        """Return its part of `shard`, in as many dimensions: scripts often decay only matrices."""
+        """Return its part of `shard`. It has `shape`'s number of dimensions.
+
+        Scripts often give weight decay only to parameters of two dimensions.
+        """
         return shard[self.slice].view([1] * (len(self.shape) - 1) + [-1])
 
-    def set_on_modules(self, form):
+    def set_on_modules(self, form):  # self.sharded or self.unsharded
         for module, attribute in self.owners:
             module._parameters[attribute] = form
 
@@ -198,6 +202,7 @@ class ParameterGroup:
     @torch.no_grad()
     def __init__(self, originals, settings, device):  # originals: {nn.Parameter: its owners}
         # Process groups of the ranks with the other shards, and of those with copies of this one.
+        # `settings` are the arguments of fully_shard, in section 4.
         self.process_group, *self.replicate_groups = settings.axes
         self.divide_factor = settings.divide_factor
         N = dist.get_world_size(self.process_group)
@@ -207,7 +212,7 @@ class ParameterGroup:
         # Offset of the shard in `unsharded`.
         self.shard_start = dist.get_rank(self.process_group) * self.shard_size
         dtype, param_dtype, self.reduce_dtype = choose_dtypes(originals, settings.mp_policy)
-        # fill_shard() fills it.
+        # Zeros, which fully_shard replaces: all ranks get the originals of rank 0.
         self.shard = zero_shard(self.shard_size, dtype, device, settings.offload)
         self.unsharded = torch.empty(padded, dtype=param_dtype, device=device)
         self.parameters = []
@@ -216,7 +221,7 @@ class ParameterGroup:
             self.parameters.append(ShardedParameter(self, original, owners, start))
             start += round_up(original.numel(), PARAMETER_ALIGNMENT)
         self.unsharded.untyped_storage().resize_(0)
-        self.is_gathered = False  # `unsharded` has memory, and a gather fills or has filled it
+        self.is_gathered = False  # True from the start of a gather until `unsharded` is freed
         self.gather_handle = None  # of that gather
         self.clear_gradients()
 
@@ -269,7 +274,7 @@ class ParameterGroup:
         if not any(parameter.sharded.requires_grad for parameter in self.parameters):
             return  # all are frozen
         if self.gradients is None:
-            # Zeros, because NCCL may look for NaN, also in the padding.
+            # The padding is sent, too. It needs zeros, because NCCL may look for NaN.
             self.gradients = torch.zeros_like(self.unsharded, dtype=self.reduce_dtype)
         for parameter in self.parameters:
             move_gradient(parameter, parameter.view(self.gradients))  # from unsharded.grad
@@ -293,7 +298,7 @@ class ParameterGroup:
             dist.all_reduce(total, group=group)
         mean = (total / self.divide_factor).to(self.shard)
         for parameter in self.parameters:
-            if any_rank_has_gradient(parameter, total):
+            if any_rank_has_gradient(parameter, total):  # otherwise .grad stays as it is
                 gradient = parameter.part_of_shard(mean)
                 sharded = parameter.sharded
                 sharded.grad = gradient if sharded.grad is None else sharded.grad.add_(gradient)
@@ -314,8 +319,9 @@ def zero_shard(size, dtype, device, offload):
     return shard.cpu().pin_memory() if offload and not shard.is_cpu else shard
 
 
-# finish_reduce() must know whether any rank has a gradient. A rank without one sends -0.0. A rank
-# with one sends 0.0 instead. A sum is -0.0 only if all sent -0.0.
+# finish_reduce() must know whether any rank has a gradient of a parameter. A rank without one sends
+# -0.0 in all elements. A rank with one turns its elements of -0.0 into 0.0. A sum is -0.0 only if
+# all ranks sent -0.0.
 NO_GRADIENT = -0.0
 
 
@@ -343,14 +349,14 @@ def sum_in_rank_order(received, shard_size):
 
 def any_rank_has_gradient(parameter, total):
     if parameter in parameter.group.collected:
-        return True  # the host need not wait for the sum
+        return True  # this rank has one, so the host need not wait for the sum
     elements = total[parameter.slice].real  # a complex number has no sign bit
     return not ((elements == 0) & elements.signbit()).all()
 
 
 # --------------------------------------------------------------------------------------------------
 # 3. When a unit is gathered and reduced. fully_shard makes a Unit, whose pre_forward and
-# post_forward are hooks of the module. Its last call, on the whole model, makes the Schedule that
+# post_forward are hooks of the module. The last call, for the whole model, makes the Schedule that
 # all units share. The first step records which unit comes next, so that later steps unshard it
 # early. For a model that calls units 0 and 1, and is a unit itself, without parameters of its own:
 #
@@ -365,7 +371,8 @@ def any_rank_has_gradient(parameter, total):
 #              post_backward 0   reduce 1     unit 0    reduce 0
 #              finish_backward   reduce 0
 #
-# Gather 1 cannot start earlier: in pre_forward 1, unit 1 is still unsharded.
+# Backward's gather 1 cannot start earlier: pre_forward 1 would have to start it, but unit 1 is
+# unsharded then.
 
 
 def in_backward():
@@ -376,9 +383,8 @@ def in_backward():
 class PostBackward(torch.autograd.Function):
     """The identity, for an input of a unit. Its backward calls post_backward.
 
-    Autograd runs ready nodes newest first, and nodes that accumulate .grad before all others. This
-    node is older than every node of the unit. So it runs last, even if the gradient of the input is
-    ready early.
+    Autograd first runs the ready nodes that accumulate .grad, and then the newest ready node. This
+    node is older than all nodes of the unit. So it runs last, even if it is ready early.
     """
 
     @staticmethod
@@ -399,7 +405,8 @@ class Unit:
         self.groups = groups  # ParameterGroups
         self.settings = settings
         self.schedule = None  # that of all units of the model
-        self.contexts = []  # "no_sync": send nothing yet; "keep_unsharded": free nothing
+        # Of section 4. "no_sync": send nothing yet; "keep_unsharded": free nothing.
+        self.contexts = []
         self.awaits_post_backward = False  # pre_backward has run, and post_backward has not
 
     def pre_forward(self, module, args, kwargs):
@@ -419,7 +426,7 @@ class Unit:
             tensor.register_hook(self.pre_backward)
         # Autocast would keep 16-bit copies of whole parameters, and use them in the next forward.
         torch.clear_autocast_cache()
-        # After a recomputation it stays unsharded: its backward follows.
+        # After a recomputation the unit stays unsharded, because its backward follows.
         if not in_backward():
             self.reshard(free=self.settings.reshard_after_forward or not torch.is_grad_enabled())
         if self.schedule.outermost is self:
@@ -432,11 +439,11 @@ class Unit:
         self.schedule.unshard(self)
 
     def post_backward(self):
-        """Reshard, and begin to reduce. The first call after pre_backward does this."""
+        """Reshard, and begin to reduce. Each input calls this, but only the first call counts."""
         if not self.awaits_post_backward:
             return
         self.awaits_post_backward = False
-        self.schedule.finish_reduce()  # of the previous unit; it ran during this one
+        self.schedule.finish_reduce()  # the previous unit's, which ran during this one's backward
         self.reshard()
         for group in self.groups:
             group.collect_gradients()
@@ -474,12 +481,12 @@ class Schedule:
             unit.schedule = self
         self.outermost = None  # during a forward, the unit that the user called: mostly the model
         self.previous = None  # the last call of unshard(), if any: (unit, in_backward())
-        self.next_unit = {}  # {such a call: the unit of the next call}
+        self.next_unit = {}  # {(unit, in_backward()) of a call: the unit of the call after it}
         self.backward_is_running = False
-        self.marks = []  # on .grad of the gradients that no_sync() keeps
+        self.marks = []  # for no_sync() of section 4: on .grad of the gradients that it keeps
 
     def start_forward(self, unit):
-        """If the user called `unit`, reshard all.
+        """If the user called `unit`, and not another unit, reshard all units.
 
         A forward without a backward leaves units gathered, and the shards may have changed since.
         """
@@ -499,8 +506,8 @@ class Schedule:
         unit.start_unshard()
         for group in unit.groups:
             group.finish_unshard()
-        # For the next step. In backward, a unit with two outputs comes here twice. It then follows
-        # itself, until the next unit overwrites that.
+        # Record this for the next step. A unit with two outputs comes here twice in backward. The
+        # second call records that the unit follows itself, and the next unit's call corrects this.
         self.next_unit[self.previous] = unit
         self.previous = (unit, in_backward())
         if self.previous in self.next_unit:
@@ -519,14 +526,16 @@ class Schedule:
                 group.finish_reduce()
 
     def finish_backward(self):
-        """Call post_backward of units whose inputs need no gradient, and end all reductions."""
+        """End what the units have begun."""
         for unit in self.units:
-            unit.post_backward()
+            unit.post_backward()  # if no input needed a gradient, PostBackward did not call it
             unit.start_reduce()  # of what no_sync() kept, if this backward did not reach the unit
         self.finish_reduce()
         self.reshard_all()
         self.mark_kept_gradients()
         self.backward_is_running = False
+
+    # For gradients that no_sync() keeps. Section 5 has these two functions.
 
     def drop_zeroed_gradients(self):
         drop_zeroed_gradients(self)

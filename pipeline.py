@@ -27,7 +27,8 @@ at most p micro-batches. Three more schedules:
                            F0I0F1I1F2I2W0F3I3W1W2W3
 
 A rank holds Ψ/p of Ψ parameters. If micro-batches have b samples of s tokens of h features, an
-inner rank sends 2·m·bsh elements per step (interleaved: 2·v·m·bsh), and the others m·bsh less.
+inner rank sends 2·m·bsh elements per step (interleaved: 2·v·m·bsh). The first and the last rank
+send m·bsh less.
 
                        bubble              micro-batches kept on rank 0
     naive              1 - 1/p             1
@@ -38,8 +39,8 @@ inner rank sends 2·m·bsh elements per step (interleaved: 2·v·m·bsh), and th
 
 The last two are for m ≥ p, and zero_bubble's for equally long F, I and W.
 
-Read section 1 for the idea (12 minutes), to section 5 for the technique (44), and the rest to use
-it as a library (67).
+Read section 1 for the idea (12 minutes), to section 5 for the technique (58), and the rest to use
+it as a library (78).
 
 Run:      torchrun --nproc-per-node 2 pipeline.py --schedule zero_bubble
           --idea trains with section 1 alone, which is GPipe
@@ -87,8 +88,8 @@ from torch.utils._pytree import tree_leaves
 
 
 def send(tensor, peer, group):
-    device = device_to_send_from(tensor.device, group)  # gloo sends from the host's memory
-    start_transfer(dist.isend, tensor.to(device), peer, group).wait()
+    device = device_to_send_from(tensor.device, group)  # see section 3; the host's, for gloo
+    start_transfer(dist.isend, tensor.to(device), peer, group).wait()  # see section 3
 
 
 def receive(like, peer, group):
@@ -98,7 +99,7 @@ def receive(like, peer, group):
 
 
 def gpipe_step(stage, micro_batches, loss_fn, like, group=None):
-    """micro_batches: (input, target) of the same size. Later stages take inputs like `like`."""
+    """micro_batches: (input, target), all of one size. Inputs of later stages are like `like`."""
     rank = dist.get_rank(group)
     last = dist.get_world_size(group) - 1
     saved = []  # (input, output) of each micro-batch
@@ -145,16 +146,17 @@ def parse(cells):
 
 
 def in_turns(stages, rounds, first_turn):
-    """Return a rank's actions. In a turn it runs one forward and one backward (or I and W).
+    """Return a rank's actions. In a turn, it runs one of each kind: F and B, or F, I and W.
 
-    In a table with a row for each turn, each kind has a column of actions, which begins in row
-    first_turn[kind]. The rows are read from left to right.
+    Write the turns as the rows of a table, with a column for each kind. A column has all actions of
+    its kind, and begins in row first_turn[kind]. The rows are read from left to right.
     """
     columns = []
     for kind, first in first_turn.items():
         column = [None] * first
-        for micro_batches in rounds:  # a round passes all stages before the next one
-            for stage in stages if kind == "F" else stages[::-1]:
+        in_order = stages if kind == "F" else stages[::-1]
+        for micro_batches in rounds:
+            for stage in in_order:
                 column += [Action(stage, kind, i) for i in micro_batches.tolist()]
         columns.append(column)
     turns = itertools.zip_longest(*columns)
@@ -166,23 +168,24 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
     p, m, v = num_ranks, num_microbatches, stages_per_rank
     if name not in SCHEDULES or min(p, m, v) < 1:
         raise ValueError(f"build_schedule{name, p, m, v}: name one of {SCHEDULES}, numbers > 0")
-    # A round of p micro-batches (more if p does not divide m) passes all stages of a rank before
-    # the next round: after p forwards, the first is back on this rank. It matters only if v > 1.
+    # A round is p micro-batches, or more if p does not divide m. A rank runs a round on all of its
+    # stages before the next round. After p forwards of its first stage, micro-batch 0 has come back
+    # to the rank, for its second stage. If v = 1, rounds change nothing.
     rounds = torch.arange(m).tensor_split(max(1, m // p))
-    # A rank runs forwards until the first backward can run. These are the first round on its stages
-    # but the last, and then one for each later rank, while micro-batch 0 visits these ranks.
-    # Interleaved: two for each, so that messages may take a turn.
+    # A rank runs forwards until its first backward can run: first the forwards of the first round
+    # on all of its stages but the last, and then, on the last, one forward for each later rank that
+    # micro-batch 0 visits. Interleaved schedules run two, so that a message may take a turn.
     before_last_stage = (v - 1) * len(rounds[0])
-    for_each = 2 if name == "interleaved_1f1b" else 1
+    per_later_rank = 2 if name == "interleaved_1f1b" else 1
     schedule = []
     for rank in range(p):
-        first_backward = before_last_stage + for_each * (p - 1 - rank)
+        first_backward = before_last_stage + per_later_rank * (p - 1 - rank)
         if name == "gpipe":
             first_backward = m * v
         first_turn = {"F": 0, "B": first_backward}
         if name == "zero_bubble":
-            # All ranks begin with W in one turn, so each keeps p micro-batches, as rank 0 of 1F1B
-            # does. The last rank delays W most, because all others wait for its I.
+            # W begins in the same turn on all ranks. So each rank keeps p micro-batches, as rank 0
+            # of 1F1B does. On the last rank, W is furthest behind I, because all others wait for I.
             first_turn = {"F": 0, "I": first_backward, "W": before_last_stage + p - 1}
         actions = in_turns(range(rank, p * v, p), rounds, first_turn)
         if name == "naive":
@@ -192,32 +195,37 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
     return schedule
 
 
+# The key of a message is the action that takes it. I takes what B would take, so the key has B.
+
+
 def input_of(action):
-    """Return the key of the message that an action takes: the action, written as B if it is I."""
+    """Return the key of the message that an action takes. For W, no message has that key."""
     return action._replace(kind="B") if action.kind == "I" else action
 
 
 def output_of(action):
-    """Return the key of the message that an action gives. W gives none.
+    """Return the key of the message that an action gives.
 
     Stage -1 is the caller of step(), who takes the gradients of the inputs.
     """
     stage, kind, i = action
     if kind == "F":
         return Action(stage + 1, "F", i)
-    return Action(None if kind == "W" else stage - 1, "B", i)
+    if kind == "W":
+        return Action(None, "B", i)  # no stage takes it
+    return Action(stage - 1, "B", i)
 
 
-COST = {"F": 1, "B": 2, "I": 1, "W": 1}
+COST = {"F": 1, "B": 2, "I": 1, "W": 1}  # time, in forwards
 
 
 def end_times(schedule, cost):
     """Return {action: when it ends}, if each starts as soon as it can. Transfers take no time."""
-    giver = {output_of(action): action for action in itertools.chain(*schedule)}
-    before = {}  # action -> its rank's previous action, and the one that gives its message
+    giver = {output_of(action): action for action in itertools.chain(*schedule)}  # of each message
+    before = {}  # action -> its rank's previous action, and the giver of its message
     for actions in schedule:
         for previous, action in itertools.pairwise([None, *actions]):
-            both = [previous, giver.get(input_of(action))]
+            both = [previous, giver.get(input_of(action))]  # or None
             before[action] = [each for each in both if each]
     ends = {}
     try:
@@ -231,7 +239,9 @@ def end_times(schedule, cost):
 
 # --------------------------------------------------------------------------------------------------
 # 3. Messages. A message is {index: tensor}. F takes the arguments of its stage. B and I take the
-#    gradients of its outputs.
+#    gradients of its outputs. In section 4, the sender copies the tensors with detached(), tells
+#    the receiver their shapes with metadata_of(), and calls start_all(). The receiver calls
+#    allocate() and start_all().
 
 
 def start_transfer(operation, tensor, peer, group):
@@ -243,13 +253,13 @@ def start_transfer(operation, tensor, peer, group):
 
 def start_all(operation, message, peer, group):
     """Start to send or to receive dense tensors. Return the message, and works to wait for."""
-    # They are dense, so view their memory as a vector.
+    # Transfers want contiguous tensors. The memory of a dense tensor is one, as a vector.
     flat = [tensor.as_strided([tensor.numel()], [1]) for tensor in message.values()]
     return message, [start_transfer(operation, tensor, peer, group) for tensor in flat]
 
 
 def wait_for(sends, at_most=0):
-    """Wait for the oldest until at most so many are left."""
+    """Wait for the oldest of the `sends` until at most `at_most` are left."""
     while len(sends) > at_most:
         _, works = sends.popleft()
         for work in works:
@@ -290,16 +300,17 @@ def allocate(metadata, device):
 
 
 def metadata_of(key, copies, known, source, group):
-    """Return how to allocate the tensors that the source sends. `known` has that of former steps.
+    """Return how to allocate the tensors of a message: {index: arguments of empty_strided()}.
 
-    All ranks call this for each transfer, in one order. So they can all join a broadcast.
+    The source broadcasts this in the first step, and `known` keeps it for later steps. All ranks
+    call this for each transfer, in one order. So they can all join the broadcast.
     """
     metadata = {
         index: {
             "size": copied.shape,
             "stride": copied.stride(),  # with others, kernels may round differently
             "dtype": copied.dtype,
-            "requires_grad": copied.requires_grad,  # for _forward()
+            "requires_grad": copied.requires_grad,  # so has the receiver's tensor
         }
         for index, copied in copies.items()
     }
@@ -313,14 +324,15 @@ def metadata_of(key, copies, known, source, group):
     return known[mode_and_key]
 
 
-USED = -1  # an index: a tensor that has True for each gradient in the message that counts
+USED = -1  # the index, in a message of gradients, of flags: which of the inputs were used
 
 
 def gradients_of(inputs):
     """Return the message of a backward: the gradients of the stage's inputs.
 
     A stage may use an input for some micro-batches only, but the receiver has to know what comes.
-    So if several inputs need gradients, all are in the message, with zeros for those not used.
+    So if several inputs need gradients, all are in the message, with zeros for those not used, and
+    with flags.
     """
     needed = {index: x for index, x in inputs.items() if x.requires_grad}
     used = {index: x.grad for index, x in needed.items() if x.grad is not None}
@@ -450,12 +462,12 @@ class Pipeline(nn.Module):
             if source == self._rank:
                 taken = self._take(input_of(action))
                 message = self.run(action, taken)
-            if destination == source:
+            if destination == source:  # both stages are on one rank
                 self._messages[key] = message, []
-            elif destination is not None:  # all ranks: the first step broadcasts shapes
+            elif destination is not None:  # on all ranks, which join a broadcast in the first step
                 self._transfer(key, message, source, destination)
         wait_for(self._sends)
-        self._backward_inputs(inputs)
+        self._backward_inputs(inputs)  # if they need gradients
         return torch.stack(self._losses).sum() if self._losses else None
 
     def _start(self, inputs, targets, num_items):
@@ -472,7 +484,7 @@ class Pipeline(nn.Module):
             self._targets = [target for (target,) in split_batch("targets", targets, m)]
 
     def _take(self, key):
-        message, works = self._messages.pop(key, ({}, []))  # W takes none
+        message, works = self._messages.pop(key, ({}, []))  # W takes no message
         for work in works:
             work.wait()
         message = without_unused(message)
@@ -489,6 +501,7 @@ class Pipeline(nn.Module):
         return self._backward(stage, i, message)
 
     def _forward(self, stage, i, inputs):
+        # Without I and W in the schedule, leave_weights_to_w(None, …) does nothing.
         if torch.is_grad_enabled() and Action(stage, "I", i) in self._own:
             self._left_to_w[stage, i] = []
         with leave_weights_to_w(self._left_to_w.get((stage, i)), self._weights):
@@ -514,7 +527,7 @@ class Pipeline(nn.Module):
         inputs, outputs = self._saved.pop((stage, i))
         if stage == self._last_stage:
             gradients = {0: torch.ones_like(outputs[0])}  # of the loss
-        used = [outputs[index] for index in gradients]  # by the next stage
+        used = [outputs[index] for index in gradients]  # what the next stage used
         context = nullcontext()
         if self.backward_context:
             is_last = i == self._last_backward[stage]
@@ -548,11 +561,11 @@ linear = F.linear
 
 @contextmanager
 def leave_weights_to_w(deferred, weights):
-    """In here, the backward of torch's F.linear appends to `deferred` what W needs.
+    """In this context, the backward of torch's F.linear appends to `deferred` what W needs.
 
-    It is around the forward, and around I, where activation checkpointing runs the forward again.
+    It is around F. It is also around I, in which an activation checkpoint runs the forward again.
     """
-    if deferred is None:
+    if deferred is None:  # the schedule has no W for this backward
         yield
         return
     if deferred:  # it is empty before F and before I, unless a backward ran in F
@@ -577,7 +590,7 @@ def split_linear(deferred, weights, x, weight, bias=None):
             check_unchanged(rows, version)
             deferred.append((weight, rows.detach(), grad_y))
 
-    # On y, not on its view: if a stage changes the view in place, it gets another grad_fn.
+    # On y, not on the view below: a view that a stage changes in place gets another grad_fn.
     y.register_hook(leave_to_w)
     return y.unflatten(0, x.shape[:-1])
 
@@ -585,10 +598,11 @@ def split_linear(deferred, weights, x, weight, bias=None):
 def can_wait(x, weight, weights):
     """Return whether W can compute the gradient of `weight` in F.linear(x, weight).
 
-    It cannot under DDP or FSDP, which need the gradient in I. Results are right, but the bubble is
-    that of 1f1b. If a weight has another use that cannot wait, the sum of its gradients is rounded
-    in another order than on one device. x stays in memory until W, also inside an activation
-    checkpoint. A stage must not change x in place, nor call torch.autograd.grad() or backward().
+    Under DDP or FSDP it cannot, because they need the gradient in I. Then results are right, but
+    the bubble is that of 1f1b. If a weight has another use that cannot wait, the sum of its
+    gradients is rounded in another order than on one device. x stays in memory until W, also inside
+    an activation checkpoint. A stage must not change x in place, nor call torch.autograd.grad() or
+    backward().
     """
     return (
         torch.is_grad_enabled()

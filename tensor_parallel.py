@@ -10,8 +10,8 @@ between the two. A sum over the ranks ends the pair.
               └── X A₁ → GELU, or attention → Y₁ B₁ ──┘                 rank 1
 
 Norms, dropout and residuals lie between the pairs. Every rank computes them on the whole X, with
-equal dropout masks. With sequence parallelism it has 1/t of the sequence, and a mask of its own:
-f gathers the sequence, and g leaves each rank its part of the sum.
+equal dropout masks. With sequence parallelism, a rank computes them on 1/t of the sequence, with a
+mask of its own. Then f gathers the sequence, and g leaves each rank its part of the sum.
 
                                        forward          backward
     f   copy_to_region                 nothing          all-reduce
@@ -36,13 +36,14 @@ Cost per rank, of a layer, for micro-batch b and a heads:
     and sequence parallel   10bsh + 12h        sbh (34 + 5as/h) / t
 
 "sent" is in elements per micro-batch. An all-reduce of bsh sends 2bsh. 10bsh is 5bsh per pair: the
-table's four, and a second gather of X in backward, which saves keeping it. 12h: an all-reduce of 6h
-gradients, of two norms and of proj's and linear2's biases, which every rank keeps whole.
+four collectives above, and a second gather of X in backward, so that X need not be kept. 12h: an
+all-reduce of 6h gradients, of two norms and of proj's and linear2's biases, which every rank keeps
+whole.
 "activations" is in bytes, for 16 bits (Korthikanti et al., §4). 5as²b of them are scores, which
 fused attention does not keep.
 
-Read section 1 for the idea (10 minutes), to section 3 for the technique (32), and the rest to use
-it as a library (65).
+Read section 1 for the idea (12 minutes), to section 3 for the technique (33), and the rest to use
+it as a library (78).
 
 Run:      torchrun --nproc-per-node 2 tensor_parallel.py [--sequence-parallel] [--idea]
 Papers:   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053
@@ -103,7 +104,7 @@ def all_reduce(x, process_group):
 
 
 class Conjugate(Function):
-    """Applies `collective` to x, and `conjugate` to the gradient: autograd sees no collectives."""
+    """Applies `collective` in forward, and `conjugate` in backward. Autograd sees neither."""
 
     @staticmethod
     def forward(ctx, x, collective, conjugate, process_group):
@@ -125,8 +126,8 @@ def copy_to_region(x, process_group=None):
 def reduce_from_region(x, process_group=None):
     """g: return the sum of all ranks' x.
 
-    All ranks go on from the sum to the same loss. So each has the whole gradient of the sum, and
-    that is the gradient of its x.
+    All ranks compute the same loss from the sum. So each rank has the whole gradient of the sum. It
+    is also the gradient of each x in the sum.
     """
     return Conjugate.apply(x, all_reduce, identity, process_group)
 
@@ -141,7 +142,7 @@ def parallel_mlp(x, A_shard, B_shard, process_group=None):
     return reduce_from_region(y_shard @ B_shard, process_group)
 
 
-# The same as two layers. Of q, k and v, which are one column layer, a rank has the same heads.
+# The same as two layers. Q, k and v are one column layer, and a rank has the same heads of each.
 
 
 def column_linear(x, weight_shard, bias_shard=None, process_group=None):
@@ -160,8 +161,8 @@ def row_linear(x_shard, weight_shard, bias=None, process_group=None):
 # 2. The layers. With sequence parallelism a column layer gathers its input and a row layer scatters
 # its output, along dimension 0. A column layer sends while it computes, and keeps no gathered x.
 
-# These collectives only start, and return a function that waits for the result. Between the two a
-# rank computes.
+# Each start_…() starts a collective, and returns a function that waits for the result. In between,
+# a rank computes.
 
 
 def wait_for(work, result):
@@ -207,7 +208,7 @@ def reduce_scatter(x, process_group):
 
 
 def gather_from_sequence(x_part, process_group=None):
-    """f: return the whole sequence. Its gradient is summed over the ranks, which all use it."""
+    """f: return the whole sequence. All ranks use it, so backward adds up their gradients."""
     return Conjugate.apply(x_part, all_gather, reduce_scatter, process_group)
 
 
@@ -226,7 +227,7 @@ def own_part(x, process_group):
 def scatter_to_sequence(x, process_group=None):
     """Return this rank's part of an x that all ranks have. It follows the embedding.
 
-    All ranks have computed x, so each needs the gradients of all parts.
+    All ranks have computed x, so each needs its whole gradient. Backward gathers the parts.
     """
     return Conjugate.apply(x, own_part, all_gather, process_group)
 
@@ -244,7 +245,7 @@ class ColumnLinear(Function):
         gather = all_gather if layer.sequence_parallel else identity
         # Autograd is off in here, so the gathered x is freed.
         y_shard = F.linear(gather(x, layer.process_group), weight_shard, bias_shard)
-        # F.linear may return a view, which autograd would not let an activation change in place.
+        # F.linear may return a view. Autograd would not let an activation change it in place.
         return torch.ops.aten._unsafe_view(y_shard, y_shard.shape)
 
     @staticmethod
@@ -314,23 +315,27 @@ class RowParallelLinear(ParallelLayer):
         if bias is None:
             return y
         if self.sequence_parallel:
-            # Each rank adds the bias at its own positions only, so f sums the bias's gradient. The
-            # parameters of a norm need f for the same reason.
+            # Each rank adds the bias at its own positions only. So the bias needs f, which adds up
+            # its gradients. The parameters of a norm need f for the same reason.
             bias = copy_to_region(bias, self.process_group)
         return y + bias.to(y.dtype)  # under autocast the dtypes differ
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. The vocabulary: a rank has some rows of the embedding and some columns of the logits, which the
-# ranks never join. The head is a ColumnParallelLinear. If t does not divide V, the weights get rows
+# 3. The vocabulary: a rank has some rows of the embedding and some columns of the logits, which are
+# never gathered. The head is a ColumnParallelLinear. If t does not divide V, the weights get rows
 # of zeros at the end, and a hook makes their logits -inf.
 #
-# Embedding and head send 2bsh each, the loss 6bs. With sequence parallelism scatter_to_sequence()
-# and the head send bsh more each, the last norm 4h. The loss keeps 4bs V/t bytes.
+# In the units of the table of costs, the embedding and the head send 2bsh each, and the loss 6bs.
+# With sequence parallelism, scatter_to_sequence() and the head send bsh more each, and the last
+# norm sends 4h. The loss keeps 4bs V/t bytes.
 
 
 def locate(tokens, first, size):
-    """Return each token's index in the `size` rows from `first` on, or 0, and if it has one."""
+    """Return each token's index in the `size` rows from `first` on, and whether it is there.
+
+    The index of other tokens is 0.
+    """
     place = tokens - first
     is_local = (place >= 0) & (place < size)
     return place.where(is_local, 0), is_local
@@ -351,8 +356,8 @@ class VocabParallelEmbedding(ParallelLayer):
         row, is_local = locate(tokens, self.rank * rows, rows)
         x = F.embedding(row, self.weight).masked_fill(~is_local.unsqueeze(-1), 0.0)
         x = reduce_from_region(x, self.process_group)
-        # On a GPU check_tokens() raises nothing: unknown tokens get NaN. Not by where(), which
-        # would change the strides. Dropout draws its mask in memory order.
+        # On a GPU, check_tokens() does not raise, so unknown tokens get NaN. where() would change
+        # the strides of x, and with them the order in which dropout draws its mask.
         return x.masked_fill(is_outside(tokens, self.size).unsqueeze(-1), math.nan)
 
 
@@ -375,16 +380,16 @@ class VocabParallelCrossEntropy(Function):
         logits = logits_shard.to(torch.promote_types(logits_shard.dtype, torch.float32))
         maximum = logits.amax(-1, keepdim=True).contiguous()
         dist.all_reduce(maximum, dist.ReduceOp.MAX, process_group)
-        # On a GPU check_tokens() raises nothing: a target outside makes loss and gradient NaN.
+        # On a GPU, check_tokens() does not raise. A target outside makes loss and gradient NaN.
         maximum.masked_fill_(is_outside(target, V), math.nan)
         # shifted, exp and grad_logits are one tensor, changed in place.
         shifted = logits - maximum
-        local_target = shifted.gather(-1, column).where(is_local, 0.0)  # before it changes
+        local_target = shifted.gather(-1, column).where(is_local, 0.0)  # before exp_()
         exp = shifted.exp_()
         sums = torch.stack((exp.sum(-1, keepdim=True), local_target))
         total, shifted_target = reduce_from_region(sums, process_group)
         grad_logits = exp.div_(total)
-        minus_one = -is_local.to(total.dtype)  # 0 if the target is on another rank
+        minus_one = -is_local.to(total.dtype)  # or 0, if the target is on another rank
         grad_logits.scatter_add_(-1, column, minus_one)
         ctx.save_for_backward(grad_logits)
         loss = total.log() - shifted_target
@@ -638,7 +643,7 @@ def divide(layer, stack):
 
 
 def take_shards(module):
-    """Replace the parameters that are split by this rank's shards, in place: ties stay."""
+    """Put this rank's shard into each parameter that is split. Tied parameters stay tied."""
     splits = {}  # parameter: how its first layer splits it, or None
     for path, layer in module.named_modules():
         for name, parameter in layer.named_parameters(recurse=False):

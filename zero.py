@@ -13,11 +13,12 @@ state.
     Zero3 also shards the parameters. It gathers a unit, such as a transformer block, before its
           forward and its backward, and frees it afterwards.
 
-Read section 1 for the idea (12 minutes), to section 4 for the technique (52), and the rest to use
-it as a library (86).
+Read section 1 for the idea (13 minutes), to section 4 for the technique (64), and the rest to use
+it as a library (95).
 
-For Ψ parameters of 16 bits, with Adam and fp32 master weights, a rank holds these bytes, and sends
-these elements, times (N-1)/N, in a step of m backwards. Sharded gradients are in fp32:
+The table has the bytes that a rank holds, and the elements that it sends, times (N-1)/N, in a step
+of m backwards. There are Ψ parameters of 16 bits, with Adam and fp32 master weights. Sharded
+gradients are in fp32:
 
            parameters  gradients  optimizer  sent     sent with no_sync()
     DDP    2Ψ          2Ψ         12Ψ        2mΨ      2Ψ
@@ -29,7 +30,7 @@ In no_sync(), gradients are whole. A bucket of gradients is held twice while it 
 and clip_grad_norm_() also all-reduce a byte per parameter tensor and bucket.
 
 Gradients are added in rank order and divided by N. So training without clipping is bitwise equal to
-one device that does the same. Of two backwards a and b in a step on two ranks, Zero2 and Zero3 add
+one device that does the same. For two backwards a and b in a step on two ranks, Zero2 and Zero3 add
 ((a₀ + a₁) + b₀) + b₁. Zero1, and each class in no_sync(), adds (a₀ + b₀) + (a₁ + b₁).
 
 Run:      torchrun --nproc-per-node 2 zero.py          (python zero.py runs as one rank)
@@ -126,7 +127,7 @@ def step(sharded, optimizer):
     All ranks must use the same parameters. Call optimizer.zero_grad() after the step.
     """
     for each in sharded:
-        if each.parameter.grad is not None:  # in ZeRO-2, backward has reduced it
+        if each.parameter.grad is not None:  # None in ZeRO-2: backward has reduced it
             each.reduce_scatter()
     optimizer.step()
     for each in sharded:
@@ -175,15 +176,19 @@ class Zero3Unit(nn.Module):
 
 
 def bucket_lists(parameters, kind, cap_bytes):
-    """Return lists of parameters of one kind. The last parameters come first, as in backward."""
+    """Return lists, each of one kind. The last parameters come first, as in backward."""
     lists = []
-    filling = {}  # kind: the list that has less than `cap_bytes`
+    filling = {}  # {kind: its list that has less than `cap_bytes`}
     for parameter in reversed(parameters):
         together = filling.setdefault(kind(parameter), [])
         together.append(parameter)
         if sum(p.nbytes for p in together) >= cap_bytes:
             lists.append(filling.pop(kind(parameter)))
     return [*lists, *filling.values()]
+
+
+def round_up(number, multiple):
+    return -(-number // multiple) * multiple
 
 
 def flatten_and_move(parameters, N):
@@ -195,19 +200,15 @@ def flatten_and_move(parameters, N):
     """
     first = parameters[0]
     numels = [round_up(parameter.numel(), 64 // first.itemsize) for parameter in parameters]
-    total = max(1, sum(numels))  # no shard is empty
+    total = max(1, sum(numels))  # no shard is empty, even if all parameters are
     flat = first.new_zeros(round_up(total, N * 16 // first.itemsize))
     start = 0
     for parameter, numel in zip(parameters, numels, strict=True):
-        stride = torch.empty_like(parameter, device="meta").stride()
+        stride = torch.empty_like(parameter, device="meta").stride()  # its own, without gaps
         view = flat.as_strided(parameter.shape, stride, start)
         parameter.data = view.copy_(parameter.data)
         start += numel
     return flat
-
-
-def round_up(number, multiple):
-    return -(-number // multiple) * multiple
 
 
 class Bucket:
@@ -224,14 +225,14 @@ class Bucket:
         grad    ■■                ■□                  gradients, added over the ranks
     """
 
-    copies_shard = False  # True: master must not be the shard itself
+    copies_shard = False  # True in ZeRO-3: master is always a copy, never the shard itself
 
     def __init__(self, parameters, process_group, offload):
         self.parameters = parameters
         self.process_group = process_group
         self.N = dist.get_world_size(process_group)
         self.flat = flatten_and_move(parameters, self.N)
-        self.viewed = self.flat  # what the parameters are views of
+        self.viewed = self.flat  # what the parameters are views of; ZeRO-3 changes it
         self.shard = self.flat.chunk(self.N)[dist.get_rank(process_group)]
         dtype = torch.float32 if self.flat.itemsize == 2 else self.flat.dtype
         device = offload or self.flat.device
@@ -239,7 +240,7 @@ class Bucket:
         if offload and self.flat.is_cuda:
             self.master = self.master.pin_memory()  # copies are faster
         self.slots = [Slot(parameter, self) for parameter in parameters]
-        self.grad = None  # step() divides it by N
+        self.grad = None  # the sum over ranks, until step() divides it by N
         self.reducing = None  # during an all-to-all: its handle, and its output
 
     def start_reduce(self):
@@ -268,7 +269,8 @@ class Bucket:
             if self.grad is None:
                 self.grad = shard.to(self.master.dtype)  # a sum in fp16 would overflow at 65504
             else:
-                self.grad = self.grad + shard  # not +=: a view of `received` would keep it alive
+                # Not +=: `grad` may be a view of `received`, and would keep all of it alive.
+                self.grad = self.grad + shard
 
     def all_gather(self):
         """Fill `flat` with the masters of all ranks."""
@@ -282,14 +284,15 @@ class Slot:
     def __init__(self, parameter, bucket):
         self.parameter = parameter
         self.parameter_class = type(parameter)
-        self.has_gradient = False  # on any rank, in .grad or reduced already
+        self.has_gradient = False  # reduced already; in step(): on any rank, also in .grad
         self.stride = parameter.stride()
         self.start = parameter.storage_offset()  # in `flat`: weight 0, bias 3
-        first = self.start - bucket.shard.storage_offset()  # in the shard: weight -2, bias 1
-        # A slice ends where the shard ends.
+        # Counted from the shard's first element: weight -2, bias 1.
+        first = self.start - bucket.shard.storage_offset()
+        # If the slice goes beyond the shard's end, indexing stops there.
         self.in_shard = slice(max(0, first), max(0, first + parameter.numel()))
         self.shard = bucket.master[self.in_shard]  # this rank's elements, if any: ■ and □
-        self.offset = max(0, -first)  # of `shard` in the parameter: weight 2, bias 0
+        self.offset = max(0, -first)  # where `shard` begins in the parameter: weight 2, bias 0
 
     def view(self, flat):
         """Return the parameter's elements of a tensor such as `flat`, in its shape."""
@@ -306,16 +309,16 @@ def shard_groups(optimizer):
 
 
 def buckets_to_reduce(optimizer):
-    """Return the buckets with a .grad on any rank. Set has_gradient of each slot.
+    """Return the buckets that have a .grad on any rank. Set has_gradient of each slot.
 
     Ranks may use different parameters, but must issue the same collectives, and update the same
     shards. So they tell each other what they have.
     """
     buckets = optimizer._buckets
     slots = list(optimizer._slots.values())
-    flags = [slot.has_gradient or slot.parameter.grad is not None for slot in slots]
-    flags += [any(p.grad is not None for p in bucket.parameters) for bucket in buckets]
-    flags = buckets[0].flat.new_tensor(flags, dtype=torch.uint8)
+    of_slots = [slot.has_gradient or slot.parameter.grad is not None for slot in slots]
+    of_buckets = [any(p.grad is not None for p in bucket.parameters) for bucket in buckets]
+    flags = buckets[0].flat.new_tensor(of_slots + of_buckets, dtype=torch.uint8)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=optimizer.process_group)
     flags = flags.tolist()  # the host waits for the device here
     for slot, flag in zip(slots, flags[: len(slots)], strict=True):
@@ -360,11 +363,11 @@ class Zero1(torch.optim.Optimizer):
         parameters = [p for p in module.parameters() if p in trained]
         lists = bucket_lists(parameters, self._kind, bucket_cap_mb * 2**20)
         check_arguments(self, type(dummy), lists)
-        self._broadcast()
+        self._broadcast()  # rank 0's parameters and buffers
         self._buckets = [self.bucket_class(each, process_group, offload) for each in lists]
         self._slots = {slot.parameter: slot for bucket in self._buckets for slot in bucket.slots}
         self._optimizer = optimizer_class(shard_groups(self), **optimizer_kwargs)
-        self._take_state()
+        self._take_state()  # self.state gets the inner optimizer's
 
     def _kind(self, parameter):
         """Return what is alike for all parameters in a bucket."""
@@ -374,7 +377,7 @@ class Zero1(torch.optim.Optimizer):
         """Update this rank's shards, drop the gradients, and gather the parameters."""
         loss = closure and closure()
         check_step(self)
-        self._adopt_user_writes()  # such as module.load_state_dict()
+        self._adopt_user_writes()  # masters get what the user wrote into the parameters
         buckets = self._reduce_gradients()
         for bucket in buckets:
             bucket.grad /= bucket.N  # once, as on one device
@@ -383,7 +386,8 @@ class Zero1(torch.optim.Optimizer):
                 # Optimizers skip a parameter without a gradient, but not one with zeros.
                 if slot.has_gradient:
                     slot.shard.grad = grad[slot.in_shard]
-        # Again, because schedulers change options, and users reset state.
+        # The inner optimizer takes options and state from this one, in each step: schedulers change
+        # options, and users reset state.
         self._optimizer.param_groups = shard_groups(self)
         self._optimizer.state = {slot.shard: self.state[p] for p, slot in self._slots.items()}
         self._optimizer.step()
@@ -401,7 +405,7 @@ class Zero1(torch.optim.Optimizer):
         return [bucket for bucket in self._buckets if bucket.grad is not None]
 
     def _start_reduce(self, bucket):
-        self._finish_reduce()  # so only one bucket is held twice
+        self._finish_reduce()  # of the bucket before: only one is held twice
         bucket.start_reduce()
 
     def _finish_reduce(self):
@@ -429,7 +433,7 @@ class Zero1(torch.optim.Optimizer):
     def _broadcast(self):
         broadcast_from_rank_0(self)
 
-    def _take_state(self):  # of the inner optimizer's shards, under our parameters
+    def _take_state(self):  # state[parameter] becomes the inner optimizer's state of its shard
         self.state.update((p, self._optimizer.state[s.shard]) for p, s in self._slots.items())
 
     def _adopt_user_writes(self):
@@ -479,14 +483,14 @@ class WeakHook:
         if method:
             method(*args)
 
-    def __reduce__(self):  # copy.deepcopy(model) and torch.save(model) get here
-        return WeakHook, ()  # which does nothing: the copy is not the optimizer's module
+    def __reduce__(self):  # copy.deepcopy(model) and torch.save(model) call this
+        return WeakHook, ()  # it has no method: the copy is not the optimizer's module
 
 
 def hook_outputs(inputs, output, hook):
     """Let backward call `hook` when it reaches a tensor in `output`.
 
-    An output that is also an input was made by another module, which has hooked it.
+    If an output is also an input, the module that made it has hooked it.
     """
     inputs = {id(leaf) for leaf in tree_leaves(inputs)}
     for leaf in tree_leaves(output):
@@ -507,7 +511,7 @@ class Zero2(Zero1):
         self._in_backward = False
         self._to_reduce = []  # the buckets that the running backward has yet to reduce
         self._arrived = set()  # parameters whose gradients this backward has computed
-        self._nodes = []  # of autograd, which add to .grad; they keep their hooks alive
+        self._nodes = []  # autograd's, which add to .grad: a hook ends with its node
         hook = WeakHook(self._post_accumulate_grad)
         for parameter in self._slots:
             if parameter.requires_grad:
@@ -528,13 +532,14 @@ class Zero2(Zero1):
         self._in_backward = True
         if self._sync:
             self._to_reduce = [b for b in self._buckets if b.parameters[0].requires_grad]
-        # _post_backward runs when the current backward ends. A first gradient may come inside the
-        # inner backward of a reentrant checkpoint, which ends earlier. So outputs call this, too.
+        # _post_backward runs when the current backward ends. If a parameter's hook called this
+        # first, that might be the inner backward of a reentrant checkpoint, which ends too early.
+        # So hooks of outputs call this, too.
         torch.autograd.Variable._execution_engine.queue_callback(self._post_backward)
 
     def _post_accumulate_grad(self, parameter, *_):
         """A hook. Backward has added to the .grad of `parameter`."""
-        self._begin_backward()  # unless an output of the module has
+        self._begin_backward()  # if no hook of an output has called it
         self._arrived.add(parameter)
         self._reduce_full()
 
@@ -544,7 +549,7 @@ class Zero2(Zero1):
             self._start_reduce(self._to_reduce.pop(0))
 
     def _post_backward(self):
-        for bucket in self._to_reduce:  # other ranks' backwards may have filled and sent it
+        for bucket in self._to_reduce:  # not full here, but another rank may have sent its part
             self._start_reduce(bucket)
         self._finish_reduce()
         self._to_reduce = []
@@ -574,7 +579,7 @@ class FreeableBucket(Bucket):
         """Free the memory of `flat`, but keep the storage object.
 
         Tensors that autograd saved for backward share it, and unfree() fills it again. Until then,
-        the parameters' .data is one NaN, expanded.
+        the .data of each parameter is one NaN, expanded to its shape.
         """
         nan = torch.full((), torch.nan, device=self.flat.device)
         self.viewed = nan.to(self.flat.dtype)
@@ -598,27 +603,27 @@ class FreeableBucket(Bucket):
         return self.viewed is not self.flat
 
     def all_gather(self):
-        if not self.freed:  # otherwise the next forward gathers
+        if not self.freed:  # if it is, unfree() in the next forward gathers
             super().all_gather()
 
 
 class FreedParameter(nn.Parameter):
-    """The class of a parameter while it is freed. It refuses to be used."""
+    """The class of a parameter while it is freed. Such a parameter refuses to be used."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        check_is_unused(function)  # for writing
+        check_is_unused(function)  # raises if it writes
         result = super().__torch_function__(function, types, args, kwargs or {})
-        check_is_unused(function, result)
+        check_is_unused(function, result)  # raises if it has read NaN
         return result
 
 
 def units_around(module, units=None):
-    """Return the set of units around each module and around each parameter inside `module`.
+    """Return {module or parameter: the set of units around it} for all inside `module`.
 
-    A unit is around a parameter if it has all modules that share the parameter. If the model has
-    the unit `block` and a layer `head`: {model, block} for the block and for its parameters, and
-    {model} for the head.
+    A unit is around itself and all modules inside it. It is around a parameter if it is around all
+    modules that share the parameter. For a model with the unit `block` and a layer `head`, the
+    block and its parameters have {model, block}, and the head has {model}.
     """
     if units is None:
         lists = [m for m in module.modules() if isinstance(m, (nn.Sequential, nn.ModuleList))]
@@ -637,7 +642,7 @@ def units_around(module, units=None):
 
 
 def buckets_needed(buckets, around, module):
-    """Return {child: the buckets to gather for it}: those with no other units around them.
+    """Return {child: the buckets to gather for it}: all whose units are also around the child.
 
     Above, the block needs the buckets with {model, block} and with {model}. The head needs those
     with {model}.
@@ -667,10 +672,10 @@ class Zero3(Zero2):
     bucket_class = FreeableBucket
 
     def __init__(self, module, *args, units=None, **kwargs):
-        # {module or parameter: the units that have it inside, or are it}
+        # {module or parameter: the units around it}, for _kind(), which super().__init__() calls.
         self._around = units_around(module, units)
         super().__init__(module, *args, **kwargs)
-        # {module: the buckets of the units around it}
+        # {module: the buckets that it needs whole}
         self._needed = buckets_needed(self._buckets, self._around, module)
         self._kept = []  # buckets that are whole when no unit runs: all in full_parameters()
         for child in module.modules():  # a module inside a unit may run alone
@@ -678,7 +683,7 @@ class Zero3(Zero2):
             child.register_load_state_dict_pre_hook(check_is_whole)  # assign=True, too
             if child is not module:  # Zero2.__init__ has hooked it, with the method below
                 child.register_forward_hook(WeakHook(self._post_forward), with_kwargs=True)
-        self._unshard_only(self._kept)
+        self._unshard_only(self._kept)  # frees all
 
     def _kind(self, parameter):
         return *super()._kind(parameter), self._around[parameter]
@@ -692,7 +697,8 @@ class Zero3(Zero2):
 
     def _post_forward(self, module, args, kwargs, output):
         super()._post_forward(module, args, kwargs, output)
-        if module is self.module and not self._in_backward:  # in backward, a checkpoint runs it
+        # In backward, a checkpoint runs the forward again, and then needs the parameters.
+        if module is self.module and not self._in_backward:
             self._unshard_only(self._kept)
 
     def _begin_backward(self, module=None, gradient=None):
@@ -717,15 +723,19 @@ class Zero3(Zero2):
     def _reduce_past(self, past):
         """Reduce the units that backward leaves. Outside of a backward, _to_reduce is empty."""
         past = [bucket for bucket in past if bucket in self._to_reduce]
-        # All buckets, because other ranks may have gradients in others. Or none, if no gradient has
-        # arrived: a checkpoint around several units has only run these forward again.
+        # If no gradient has arrived, a checkpoint around several units has only run them forward
+        # again. Otherwise all are reduced, because other ranks may have gradients in other buckets.
         if any(self._arrived.intersection(bucket.parameters) for bucket in past):
             for bucket in past:
                 self._to_reduce.remove(bucket)
                 self._start_reduce(bucket)
 
     def _reduce_full(self):
-        """Do nothing. Ranks leave a unit at the same time, but may fill it at different times."""
+        """Do nothing: _reduce_past() reduces.
+
+        A bucket may be full before the next gather on one rank, and after it on another. But all
+        ranks must send in one order.
+        """
 
     def _post_backward(self):
         super()._post_backward()
