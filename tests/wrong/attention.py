@@ -75,7 +75,8 @@ def plain_attention(
         hidden = hidden | differ(number(documents))
     blocks = scores.masked_fill(hidden, -torch.inf).split(64, 3)
     l, O = online_softmax(blocks, v.split(64, 2), largest, rescale)
-    return O / l.clamp(min=least)
+    # Not clamp(): from torch 2.14 on, it passes no whole gradient on where l is 1 exactly.
+    return O / l.masked_fill(l < least, least)
 
 
 # A new maximum rescales the output, but not the sum so far.
