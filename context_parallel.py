@@ -572,7 +572,7 @@ def check_attention(
 ):
     """Raise ValueError on all ranks if the inputs do not fit, or differ between ranks."""
     _, N = rank_and_size(process_group)
-    ids = describe(documents) if torch.is_tensor(documents) else documents
+    ids = getattr(documents, "shape", documents)
     inputs = f"q {describe(q)}, k {describe(k)}, v {describe(v)}, documents {ids}"
     call = f"{function}({inputs}, causal={causal}, scale={scale}, zigzag={zigzag})"
     check_call(call, process_group)

@@ -321,7 +321,7 @@ def tokens_per_rank(target, process_group=None, ignore_index=-100):
 
 def reduced_loss(x, weight, bias, target, reduction, ignore_index, options):
     ignored = target == ignore_index
-    words = target.masked_fill(ignored, 0)
+    words = target.masked_fill(ignored, 0).long()
     check_targets(words, options.vocab_size)
     x, weight, bias = map(to_autocast_dtype, (x.reshape(-1, x.shape[-1]), weight, bias))
     losses = LinearCrossEntropy.apply(x, weight, bias, words.flatten(), options)

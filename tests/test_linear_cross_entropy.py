@@ -102,6 +102,16 @@ def test_any_options_in_chunks_of_any_size(chunk_size, options):
     assert_all_equal(found, expected)
 
 
+@pytest.mark.parametrize("tokens", [0, 2], ids=["no token", "two tokens"])
+def test_targets_may_be_of_another_integer_dtype(tokens):
+    x, weight, _, target = make_inputs()
+    x = x[-1, :tokens]
+    target = target[-1, :tokens]
+    found = lce.linear_cross_entropy(x, weight, target.int(), reduction="sum")
+    expected = plain_loss(x, weight, target, reduction="sum")
+    assert_equal(found, expected, exact=False)
+
+
 @on_cpu
 def test_a_chunk_may_have_only_words_of_no_probability():
     """Their bias is -inf."""
