@@ -327,8 +327,13 @@ def shared_versions():
 
 @functools.cache
 def writes_silently(operator):
-    """Return whether an argument is changed in place but not returned, as _foreach_add_ does it."""
-    return operator._schema.is_mutable and not shares_memory(operator)
+    """Return whether it, or an operator after it, changes an argument without a new version.
+
+    _foreach_add_ does not return what it changes. unsafe_split returns views that have versions of
+    their own, and GRUs and LSTMs write to these.
+    """
+    is_split = operator.overloadpacket._qualified_op_name.startswith("aten::unsafe_split")
+    return is_split or (operator._schema.is_mutable and not shares_memory(operator))
 
 
 @functools.cache

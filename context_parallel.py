@@ -592,8 +592,14 @@ def check_attention(
             f"sequence, but this is {call}"
         )
     check_length(N * q.shape[2], N, zigzag)
-    if getattr(scale, "requires_grad", False):
-        raise ValueError("scale gets no gradient; multiply q by it, and give scale=1.0")
+    check_scale(scale)
+
+
+def check_scale(scale):
+    if torch.is_tensor(scale) and (scale.requires_grad or scale.numel() > 1):
+        raise ValueError(
+            "scale is a number, and gets no gradient; multiply q by a tensor, and give scale=1.0"
+        )
 
 
 def check_length(length, world_size, zigzag):

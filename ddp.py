@@ -13,7 +13,6 @@ bucket is all-reduced while backward computes the gradients of earlier layers. T
 The loss is a mean over samples. If ranks hold equal shares of the batch, the mean of their
 gradients is the gradient of the whole batch. With several micro-batches, each rank first adds up
 its own gradients; then the ranks average the sums. Parameters are broadcast once, at construction.
-If ranks have unequal numbers of tokens, divide by their sum: see docs/training_loops.md.
 
 If ranks have unequal numbers of unmasked tokens, a mean of means is wrong. Then a rank's loss is N
 times the sum over its tokens, divided by the number of tokens of all ranks and micro-batches.
@@ -44,6 +43,7 @@ See also: zero.py shards the optimizer state, fsdp.py the parameters as well
 # ///
 
 import argparse
+import collections
 import copy
 import dataclasses
 import functools
@@ -54,6 +54,7 @@ import signal
 import sys
 import time
 import weakref
+from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -173,13 +174,23 @@ def broadcast(tensors, process_group):
 
 
 def tensors_in(output):
-    """Yield the tensors that have a graph, also those in containers and dataclasses."""
-    for leaf in tree_leaves(output):
-        if dataclasses.is_dataclass(leaf):
-            fields = dataclasses.fields(leaf)
-            yield from tensors_in([getattr(leaf, field.name) for field in fields])
-        elif torch.is_tensor(leaf) and leaf.grad_fn:
-            yield leaf
+    """Yield the tensors that have a graph, also those in containers and other objects."""
+    waiting = [output]
+    seen = set()  # ids, because objects may refer to each other
+    for each in waiting:  # it grows
+        if id(each) in seen or isinstance(each, (type, nn.Module)):
+            continue
+        seen.add(id(each))
+        if torch.is_tensor(each) and each.grad_fn:
+            yield each
+        elif isinstance(each, Mapping):
+            waiting.extend(each.values())
+        elif isinstance(each, (list, tuple, set, collections.deque)):
+            waiting.extend(each)
+        elif dataclasses.is_dataclass(each):  # it may have slots
+            waiting.extend(getattr(each, field.name, None) for field in dataclasses.fields(each))
+        elif not torch.is_tensor(each):
+            waiting.extend(getattr(each, "__dict__", {}).values())
 
 
 class DistributedDataParallel(nn.Module):
@@ -188,7 +199,7 @@ class DistributedDataParallel(nn.Module):
     Every backward must reach all parameters, unless `find_unused_parameters` is set. Then a rank
     without a gradient for a parameter adds zeros. If no rank has one, .grad stays None.
 
-    Forward returns tensors, or lists, tuples, dicts and dataclasses of tensors.
+    Forward returns tensors, in containers, dataclasses or attributes of other objects.
 
     As in PyTorch, a forward broadcasts rank 0's buffers, unless the forward before it ran in
     no_sync() or without gradients. So a rank that evaluates alone must call `.module`, or it would
@@ -512,8 +523,8 @@ def check_arguments(module, process_group, others, unsupported):
     facts = []
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         facts.append(f"{name}: {tuple(tensor.shape)}, {tensor.dtype}, {tensor.requires_grad=}")
-        is_expanded = torch._debug_has_internal_overlap(tensor) == 1
-        if tensor.layout != torch.strided or is_expanded:
+        is_dense = tensor.layout == torch.strided
+        if not is_dense or torch._debug_has_internal_overlap(tensor) == 1:
             problems.append(f"{name} is sparse or expanded: make it dense and contiguous")
     check_same_on_all_ranks("model and arguments", facts + problems, process_group)
     if problems:

@@ -300,6 +300,7 @@ def each_document(
 ):
     """Call attend(q, k, v, scale=) for each document alone. Return the outputs as one tensor."""
     if torch.is_tensor(scale):  # it may train: autograd differentiates this product
+        check_scale(scale)
         q = (q * scale).type_as(q)
         scale = 1.0
     if documents is None or not q.numel():
@@ -421,6 +422,11 @@ def merge(output_a, lse_a, output_b, lse_b):
     weight_b = (lse_b - finite).exp()[..., None]
     output = output_a * weight_a + output_b * weight_b
     return output.to(output_a.dtype), lse
+
+
+def check_scale(scale):
+    if scale.ndim and scale.shape[-1] != 1:
+        raise ValueError(f"scale {tuple(scale.shape)}: the last dimension must be 1, of queries")
 
 
 def check_inputs(q, k, v, causal, block_size):

@@ -68,6 +68,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -464,12 +465,17 @@ class Unit:
 
 
 def tensors_in(output):
-    """Yield the tensors that have a graph, also those in containers."""
+    """Yield the tensors that have a graph, also those in containers and dataclasses."""
     for leaf in tree_leaves(output):
-        if dataclasses.is_dataclass(leaf):
-            yield from tensors_in(vars(leaf))
-        elif torch.is_tensor(leaf) and leaf.grad_fn is not None:
+        if torch.is_tensor(leaf) and leaf.grad_fn is not None:
             yield leaf
+        elif isinstance(leaf, Mapping):  # a subclass, which tree_leaves() does not know
+            yield from tensors_in([*leaf.values()])
+        elif isinstance(leaf, (list, tuple)):
+            yield from tensors_in([*leaf])
+        elif dataclasses.is_dataclass(leaf):
+            fields = dataclasses.fields(leaf)
+            yield from tensors_in([getattr(leaf, field.name) for field in fields])
 
 
 class Schedule:

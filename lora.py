@@ -174,7 +174,7 @@ class LoRALinear(NaiveLoRA):
         A = self.lora_A.to(y.dtype)  # the dtype of x, or autocast's
         B = self.lora_B.to(y.dtype)
         # `hidden` is (r, tokens): MKL takes up to 1.3 times as long if r is the last dimension.
-        hidden = self.scaling * (A @ x.reshape(-1, x.shape[-1]).t())
+        hidden = self.scaling * (A @ x.reshape(-1, x.shape[-1]).to(y.dtype).t())
         rows = torch.addmm(y.reshape(-1, len(B)), hidden.t(), B.t().contiguous())
         return rows.view_as(y)
 

@@ -53,7 +53,9 @@ Left out: optimizers that need whole matrices (muon.py); Adafactor; groups added
 # ///
 
 import argparse
+import collections
 import copy
+import dataclasses
 import functools
 import itertools
 import json
@@ -62,6 +64,7 @@ import signal
 import sys
 import time
 import weakref
+from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -492,10 +495,30 @@ def hook_outputs(inputs, output, hook):
 
     If an output is also an input, the module that made it has hooked it.
     """
-    inputs = {id(leaf) for leaf in tree_leaves(inputs)}
-    for leaf in tree_leaves(output):
-        if getattr(leaf, "grad_fn", None) and id(leaf) not in inputs:
-            leaf.register_hook(hook)
+    inputs = {id(tensor) for tensor in tensors_in(inputs)}
+    for tensor in tensors_in(output):
+        if id(tensor) not in inputs:
+            tensor.register_hook(hook)
+
+
+def tensors_in(output):
+    """Yield the tensors that have a graph, also those in containers and other objects."""
+    waiting = [output]
+    seen = set()  # ids, because objects may refer to each other
+    for each in waiting:  # it grows
+        if id(each) in seen or isinstance(each, (type, nn.Module)):
+            continue
+        seen.add(id(each))
+        if torch.is_tensor(each) and each.grad_fn:
+            yield each
+        elif isinstance(each, Mapping):
+            waiting.extend(each.values())
+        elif isinstance(each, (list, tuple, set, collections.deque)):
+            waiting.extend(each)
+        elif dataclasses.is_dataclass(each):  # it may have slots
+            waiting.extend(getattr(each, field.name, None) for field in dataclasses.fields(each))
+        elif not torch.is_tensor(each):
+            waiting.extend(getattr(each, "__dict__", {}).values())
 
 
 class Zero2(Zero1):
@@ -612,7 +635,7 @@ class FreedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        check_is_unused(function)  # raises if it writes
+        check_is_unused(function, out=(kwargs or {}).get("out"))  # raises if it writes
         result = super().__torch_function__(function, types, args, kwargs or {})
         check_is_unused(function, result)  # raises if it has read NaN
         return result
@@ -1024,13 +1047,13 @@ def check_is_whole(module, *_):
         raise RuntimeError(f"load parameters {WHILE_WHOLE}")
 
 
-def check_is_unused(function, result=None):
+def check_is_unused(function, result=None, out=None):
     """Raise if a function writes to a freed parameter, or has read NaN from it."""
     name = function.__name__
     writes = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
     is_grad = function == torch.Tensor.grad.__get__
     made = [each for each in tree_leaves(result) if type(each) is torch.Tensor and not is_grad]
-    if writes or any(each.isnan().any() for each in made):
+    if writes or out is not None or any(each.isnan().any() for each in made):
         raise RuntimeError(
             f"{name}() uses a sharded parameter, which is NaN and has no memory now: call "
             "self.pos(positions) instead of reading self.pos.weight, or give `units` a module "

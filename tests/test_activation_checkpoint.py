@@ -179,6 +179,18 @@ def test_gradients_are_right_if_an_operator_fills_what_autograd_has_saved(name, 
     assert torch.equal(*gradients)
 
 
+@pytest.mark.parametrize("layer_class", [nn.GRU, nn.LSTM, nn.RNN])
+def test_a_policy_keeps_nothing_that_a_recurrent_layer_overwrites(layer_class):
+    """Their gates are views of one product, and have versions of their own."""
+    layer = layer_class(6, 6)
+    x = torch.randn(4, 6, requires_grad=True)
+    gradients = []
+    for run in (plainly, keeping_all):
+        output, _ = run(layer, x)
+        gradients += torch.autograd.grad(output.sum(), x)
+    assert torch.equal(*gradients)
+
+
 def test_gradients_inside_the_context_of_offload_are_right():
     x = torch.ones(50, requires_grad=True)
     gradients = []

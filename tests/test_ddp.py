@@ -225,6 +225,39 @@ def test_outputs_may_lie_in_dataclasses(find_unused_parameters):
     assert model.module.weight.grad.item() == 3
 
 
+class AttributeDict(dict):
+    """Such as those of easydict and munch."""
+
+    __getattr__ = dict.__getitem__
+
+
+def refer_to_itself(output):
+    namespace = SimpleNamespace(mean=output)
+    namespace.self = namespace
+    return namespace
+
+
+HOLDERS = {  # of an output: (put, take)
+    "dict subclass": (lambda y: AttributeDict(y=y), lambda held: held.y),
+    "list subclass": (lambda y: type("Outputs", (list,), {})([y]), lambda held: held[0]),
+    "distribution": (lambda y: torch.distributions.Normal(y, 1.0), lambda held: held.mean),
+    "namespace": (refer_to_itself, lambda held: held.self.mean),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@pool.on(2)
+def test_two_forwards_may_come_before_two_backwards_whatever_holds_the_outputs(holder):
+    put, take = HOLDERS[holder]
+    module = nn.Linear(1, 1)
+    module.register_forward_hook(lambda module, inputs, output: put(output))
+    model = wrap(module)
+    outputs = [model(one_input()), model(one_input())]
+    for output in outputs:
+        take(output).sum().backward()
+    assert model.module.weight.grad.item() == 3
+
+
 @pytest.mark.parametrize("with_output", [False, True])
 @pool.on(2)
 def test_a_penalty_on_the_gradient_of_the_input_is_averaged(with_output):

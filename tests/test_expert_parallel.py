@@ -241,10 +241,11 @@ def test_an_adapter_of_peft_on_the_router_trains(dtype):
     assert all(p.grad.any() for p in trained)
 
 
-def test_an_adapter_of_lora_py_on_the_router_trains():
-    model = make_model()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_an_adapter_of_lora_py_on_the_router_trains(dtype):
+    model = make_model().to(dtype)
     lora.inject_lora(model, target_modules=["gate"])
-    output = model(own_tokens(rank=0))
+    output = model(own_tokens(rank=0).to(dtype))
     output.square().sum().backward()
     assert model[0].gate.lora_B.grad.any()
     assert not model[0].aux_loss.requires_grad  # the graph is gone

@@ -86,6 +86,12 @@ def test_any_sizes_in_blocks_of_any(S, Skv, batch, group, shared, size, block_si
         assert_all_close(found, expected)
 
 
+def test_a_scale_for_each_channel_or_key_is_an_error():
+    q, k, v, _ = make_inputs()
+    with pytest.raises(ValueError, match="last dimension"):
+        flash.flash_attention(q, k, v, scale=torch.ones(q.shape[-1]))
+
+
 @on_cpu
 @pytest.mark.parametrize("shape", [(), (2, 1, 1)], ids=["one scale", "one for each head"])
 @pytest.mark.parametrize("attention", [flash.flash_attention, flash.naive_attention])

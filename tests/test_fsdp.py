@@ -1,6 +1,7 @@
 """fsdp.py against one device, bit by bit. tests/claims has what holds for any fully_shard."""
 
 import copy
+import dataclasses
 import types
 from functools import partial
 
@@ -458,6 +459,38 @@ def test_a_model_on_the_meta_device_starts_as_rank_0_initializes_it_one_block_af
     largest = held(Block().parameters())
     most = max(size for _, size in watch.seen)
     assert largest <= most <= 2 * largest
+
+
+class AttributeDict(dict):
+    __getattr__ = dict.__getitem__
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    y: torch.Tensor
+
+
+HOLDERS = {
+    "dict subclass": lambda y: AttributeDict(y=y),
+    "slots": Slots,
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@pool.on(2)
+def test_outputs_may_lie_in_subclasses_of_containers_and_in_dataclasses_with_slots(holder):
+    class Holds(Block):
+        def forward(self, x):
+            return HOLDERS[holder](super().forward(x))
+
+    def loss(model, rank, step):
+        return model(make_batch(rank, step)).y.square().mean()
+
+    plain = Holds()
+    ours = copy.deepcopy(plain)
+    fully_shard(ours.one)
+    fully_shard(ours)
+    train(ours, plain, loss)
 
 
 class Hides(Block):

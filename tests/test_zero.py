@@ -406,6 +406,28 @@ LAYOUTS = {
 }
 
 
+class AttributeDict(dict):
+    """Such as those of easydict. Other attributes are a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
+@pytest.mark.parametrize("stage", [zero.Zero2, zero.Zero3])
+@pool.on(2)
+def test_a_forward_may_return_a_subclass_of_dict(stage):
+    model = plain_model()
+    model.register_forward_hook(lambda module, inputs, output: AttributeDict(y=output))
+    plain = copy.deepcopy(model)
+    optimizer = sgd(stage, model)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+    def loss(model, rank, step):
+        x = make_batch(rank, step)
+        return model(x).y.sum()
+
+    train(optimizer, theirs, plain, loss)
+
+
 class Holds(nn.Module):
     def __init__(self, tensor):
         super().__init__()
@@ -732,6 +754,10 @@ def initialize(model):
     nn.init.normal_(model[0].weight)
 
 
+def make_identity(model):
+    nn.init.eye_(model[0].weight)  # calls torch.eye(out=)
+
+
 def zero_one_number(model):
     nn.init.zeros_(model[1].bias)
 
@@ -772,6 +798,7 @@ REFUSED = {
     "a pickle": (partial(copied, zero.Zero3, pickle.dumps), "state_dict"),
     "gradients of gradients": (penalty_while_parameters_are_freed, "full_parameters"),
     "freed and initialized": (partial(freed, initialize), "full_parameters"),
+    "freed and made the identity": (partial(freed, make_identity), "full_parameters"),
     "freed and zeroed": (partial(freed, zero_one_number), "full_parameters"),
     "freed and pickled": (partial(freed, pickle.dumps), "full_parameters"),
     "freed and measured": (partial(freed, norms), "full_parameters"),
