@@ -67,6 +67,7 @@ import os
 import signal
 import sys
 import time
+import weakref
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -431,7 +432,6 @@ def parallelize(module, plan, process_group=None, sequence_parallel=False):
     - "dropout" on a residual without `sequence_parallel` draws another mask on each rank.
     - Without "replicated_with_grad_allreduce" replicas drift apart, which check_input() does not
       find under FSDP.
-    - Under no_grad() a soft cap of logits with padding needs `vocab_size` in the loss.
     """
     facts = describe(module, plan, sequence_parallel)
     what = "plan and weights (seed all ranks alike before the model is made)"
@@ -451,10 +451,9 @@ def vocab_parallel_cross_entropy(
     """F.cross_entropy(logits, target, reduction="none") for a logits_shard of (…, V/t).
 
     `target` is (…) and the same on all ranks. The loss is (…), in float32 or float64.
-    Columns from `vocab_size` on are padding, and do not count. By default the vocabulary is that of
-    the head, if the graph of the logits leads to it, and otherwise all columns. Under no_grad()
-    there is no graph. Then give `vocab_size` if the model changes the logits of a head with
-    padding. A soft cap, for example, makes their -inf finite.
+    Columns from `vocab_size` on are padding, and do not count, whatever the model does to them. By
+    default the vocabulary is that of the head in the graph of the logits. Without a graph, as under
+    no_grad(), it is that of the last head that ran. If none has so many columns, all columns count.
     """
     check_loss_arguments(logits_shard, target, label_smoothing, vocab_size, process_group)
     V = vocab_size or size_of_head(logits_shard, process_group)
@@ -626,6 +625,8 @@ def split_layer(
         layer.part_sizes = [math.ceil(layer.size / layer.world_size)]
     else:
         layer.part_sizes = divide(layer, stack)
+    if pad and parallel_class is ColumnParallelLinear:
+        layer.register_forward_hook(remember_head)
     add_hooks(layer, **hooks)
 
 
@@ -733,15 +734,29 @@ def hide_padding_idx(layer, inputs, x):
         x.register_hook(lambda gradient: gradient.masked_fill(is_padding, 0.0))
 
 
+latest = {}  # "head": a weak reference to the one that ran last
+
+
+def remember_head(layer, inputs, logits_shard):
+    if not torch.compiler.is_compiling():
+        latest["head"] = weakref.ref(layer)
+
+
 def size_of_head(logits_shard, process_group):
-    """Return the vocabulary's size: that of the head in the graph, or the number of columns."""
+    """Return the vocabulary's size: that of the head, or the number of columns.
+
+    The head is in the graph. If it is not, as under no_grad(), it is the one that ran last.
+    """
     columns = logits_shard.shape[-1]
-    size = columns * dist.get_world_size(process_group)
-    for node in nodes_inside_pair([logits_shard]):
-        layer = getattr(node, "layer", None)
-        if isinstance(layer, ParallelLayer) and sum(layer.part_sizes) == columns:
-            size = layer.size
-    return size
+    t = dist.get_world_size(process_group)
+    layers = [getattr(node, "layer", None) for node in nodes_inside_pair([logits_shard])]
+    if not any(layers) and "head" in latest:
+        layers = [latest["head"]()]
+    for layer in layers:
+        fits = isinstance(layer, ParallelLayer) and layer.world_size == t
+        if fits and sum(layer.part_sizes) == columns:
+            return layer.size
+    return columns * t
 
 
 def nodes_inside_pair(tensors):

@@ -407,8 +407,23 @@ def test_the_padding_of_a_head_does_not_count_whatever_the_model_does_to_it(chan
     within(loss / 100, expected / 100)
     assert_same_model(head, plain)
     with torch.no_grad():  # no graph leads to the head
-        again = our_loss(change(head(x)), target, vocab_size=5, **options)
+        again = our_loss(change(head(x)), target, **options)
+    given = our_loss(change(head(x)).detach(), target, vocab_size=5, **options)
     bitwise(again, loss)
+    bitwise(given, loss)
+
+
+@pytest.mark.parametrize("V", [5, 6])
+@pool.on(2)
+def test_the_loss_without_a_graph_takes_the_head_that_ran_last(V):
+    target = torch.tensor([4])
+    x = torch.zeros(1, 6)
+    with torch.no_grad():
+        other = split_layer(nn.Linear(6, 11 - V), "vocab")  # with as many columns
+        other(x)
+        head = split_layer(nn.Linear(6, V, bias=False), "vocab")
+        loss = our_loss(head(x).clamp(min=0), target)
+    within(loss, torch.full((1,), V).log())
 
 
 @pytest.mark.parametrize(
