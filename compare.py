@@ -1,0 +1,1293 @@
+"""compare: where does a run on N ranks first leave the run on one device?
+
+A script records the run on one device, and the script with ranks records the same steps. Recorded
+are the output of each module, the gradient with respect to it, the gradients of the parameters when
+the optimizer steps, and the parameters after the step. Then every tensor of the one device is
+sought in the ranks' tensors. The first one that is not there is the origin:
+
+    one device    embed → attn.qkv → attn.proj ──────→ norm → loss
+                    │        │           │               │
+    rank 0, 1     same    cat 2     tp sum (!)       wrong (follows)
+
+Here proj was to add up what the ranks have, and did not. `same` and `cat 2` are layouts: how the
+ranks' tensors make up the one device's. They are found, not declared. A sum is no error if
+something later puts it right.
+
+Rounding is measured. A third run, on one device again, changes each tensor at a module's boundary
+by one unit in its last place, forward and backward. How far that moves a tensor is the unit of its
+errors. Up to 8 units are rounding: correct runs stay below 2 in most cases.
+
+    with record("runs/one", model) as recording:       # "runs/eight" in the script with ranks
+        loss = loss_fn(model(inputs), targets)
+        recording.see("loss", loss)                    # any tensor may be shown so
+        loss.backward()
+        optimizer.step()
+    with record("runs/noise", model, noise=1):         # the same steps on one device, from anew
+
+    python compare.py runs/one runs/eight --noise runs/noise --grid dp=2,tp=4
+
+The grid says how ranks are arranged: neighbouring ranks differ in the last axis. The batch, the
+seeds and the start must be those of the one device; dropout must be 0.
+
+Cost: recording copies each tensor to host memory, which takes the bytes of all activations, and
+three times those of the parameters for each step. compare reads tensor by tensor. A tensor costs
+some passes over its numbers for each layout that has its shape.
+
+Read section 1 for the idea (10 minutes), to section 5 for the technique (35), and the rest to use
+it as a library (60).
+
+Run:      torchrun --nproc-per-node 2 compare.py     plants a mistake in a small model and finds it
+          python compare.py                          the same; --idea finds it with section 1 alone
+          python compare.py ONE MANY [--noise DIR] [--grid dp=2,tp=2] [--rename old=new]
+Paper:    Song et al. 2025, TTrace, arXiv 2506.09280, compares with one device, too
+See also: docs/compare.md has three examples; the test suite judges a class, and this a whole script
+Left out: modules under torch.compile; gradients of activations inside reentrant checkpoints;
+          FSDP1's flat parameters; outputs of integers
+"""
+
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "numpy"]
+# ///
+
+import argparse
+import functools
+import itertools
+import math
+import operator
+import os
+import sys
+import tempfile
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.optim import optimizer as optimizers
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+# --------------------------------------------------------------------------------------------------
+# 1. The idea: record the outputs of all modules in both runs, and find the first that differs.
+
+
+def outputs_of(model, run):
+    """Call run(). Return {name of a module: its output}, in the order of the calls."""
+    outputs = {}
+    handles = []
+
+    def note(name, module, args, output):
+        outputs[name] = output.detach().clone()
+
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_hook(functools.partial(note, name)))
+    run()
+    for handle in handles:
+        handle.remove()
+    return outputs
+
+
+def naive_layout(whole, parts, tolerance):
+    """Return how the ranks' tensors make up the one device's, or "wrong"."""
+
+    def is_near(tensor):
+        return (tensor - whole).norm() <= tolerance * whole.norm()
+
+    if any(part.shape != whole.shape for part in parts):
+        return "another shape"  # such as a slice of the features, which section 3 compares
+    if all(map(is_near, parts)):
+        return "same"
+    if is_near(sum(parts)):
+        return "sum"
+    return "wrong"
+
+
+def first_difference(one, ranks, tolerance=1e-5):
+    """Return (name of a module, what is wrong with its output), or None. `ranks` has all ranks'.
+
+    A sum is no error if the next output is right: then something in between has added the parts.
+    """
+    unfinished = None  # the module whose outputs were still to be added
+    for name, whole in one.items():
+        layout = naive_layout(whole, [outputs[name] for outputs in ranks], tolerance)
+        if layout == "wrong" and not unfinished:
+            return name, "wrong"
+        if layout == "wrong":
+            break
+        if layout != "another shape":
+            unfinished = name if layout == "sum" else None
+    if unfinished:
+        return unfinished, "the sum over the ranks is right: an all-reduce is missing"
+    return None
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. Record: hooks note tensors, and change nothing that the training computes.
+
+# A tensor is one of five kinds. They come in this order in a step.
+KINDS = ["start", "forward", "backward", "gradient", "value"]
+OF_PARAMETERS = {"start", "gradient", "value"}
+WRAPPERS = {"module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
+
+
+def renamed(name, rename=None):
+    """Drop the wrappers' parts of a name. The first rule of {old: new} that fits replaces a prefix.
+
+    `rename` may be a function, too.
+    """
+    name = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    if callable(rename):
+        return rename(name)
+    for old, new in (rename or {}).items():
+        if name.startswith(old) and name[len(old) : len(old) + 1] in ("", ".", "["):
+            return (new + name[len(old) :]).lstrip(".")
+    return name
+
+
+def copy_of(tensor):
+    """Return a dense copy in host memory. That of a DTensor is the part that this rank has."""
+    tensor = tensor.detach()
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    return tensor.to_dense().to("cpu", copy=True)
+
+
+class Shake(torch.autograd.Function):
+    """Multiply each number by 1 ± eps in forward, and its gradient in backward."""
+
+    @staticmethod
+    def forward(ctx, x, generator):
+        ctx.generator = generator
+        return x * Shake.factors(x, generator)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * Shake.factors(gradient, ctx.generator), None
+
+    @staticmethod
+    def factors(x, generator):
+        signs = 2 * torch.randint(2, x.shape, generator=generator) - 1
+        eps = torch.finfo(x.dtype).eps
+        return (1 + eps * signs.double()).to(x.device, x.dtype)
+
+
+class Recording:
+    """What `record` gives. `see(name, tensor)` notes a tensor that is no module's output."""
+
+    def __init__(self, model, rename, state, noise):
+        self.model = model
+        self.rename = rename
+        self.state = state or self.own_parameters
+        self.generator = None  # of the noise
+        if noise:
+            self.generator = torch.Generator().manual_seed(noise)
+        self.tensors = {}  # {(step, kind, name): {number of the call: tensor}}
+        self.parents = {}  # {(step, name): names of the outputs that this one was computed from}
+        self.step = 0
+        self.has_stepped = False  # the optimizer has. The next forward begins a new step
+        self.depth = 0  # of steps of optimizers inside steps of optimizers
+        self.calls = Counter()  # {(step, name): calls of a module}
+        self.noted = {}  # {node of autograd: name of the output that it computed}, in this step
+
+    def own_parameters(self):
+        return dict(self.model.named_parameters())
+
+    def note(self, kind, name, tensor, call=0):
+        self.tensors.setdefault((self.step, kind, name), {})[call] = copy_of(tensor)
+
+    def note_parameters(self, kind, named):
+        for name, tensor in named.items():
+            # A sharded parameter may be freed. Then `state` knows its value.
+            if tensor is not None and tensor.numel():
+                self.note(kind, renamed(name, self.rename), tensor)
+
+    def see(self, name, tensor):
+        """Note `tensor`, and the gradient with respect to it."""
+        if self.has_stepped:
+            self.step += 1
+            self.has_stepped = False
+        call = self.calls[self.step, name]
+        self.calls[self.step, name] += 1
+        self.note("forward", name, tensor, call)
+        node = tensor.grad_fn
+        # A container returns the output of its last part. The gradient of a tensor is the total
+        # of all its uses, so it is noted once, under the name of the module that computed it.
+        known = self.noted.get(node)
+        inputs = [known] if known else self.inputs_of(node)
+        self.parents.setdefault((self.step, name), inputs)
+        if node is None or known:
+            return
+        self.noted[node] = name
+        tensor.register_hook(lambda gradient: self.note("backward", name, gradient, call))
+
+    def inputs_of(self, node):
+        """Return the noted outputs from which autograd's `node` was computed."""
+        names = []
+        seen = set()
+        nodes = [node] if node else []
+        while nodes:
+            for parent, _ in nodes.pop().next_functions:
+                if parent in self.noted:
+                    names.append(self.noted[parent])
+                elif parent is not None and parent not in seen:
+                    seen.add(parent)
+                    nodes.append(parent)
+        return list(dict.fromkeys(names))
+
+    def on_output(self, name, module, args, output):
+        """The hook of a module's forward. The noise run replaces the output."""
+        # A checkpoint calls modules again during backward.
+        if torch._C._current_graph_task_id() != -1:
+            return output
+        leaves, structure = tree_flatten(output)
+        number = 0
+        for index, leaf in enumerate(leaves):
+            if not torch.is_tensor(leaf) or not leaf.is_floating_point():
+                continue
+            if self.generator and leaf.grad_fn not in self.noted:
+                leaves[index] = Shake.apply(leaf, self.generator)
+            self.see(f"{name}[{number}]" if number else name, leaves[index])
+            number += 1
+        return tree_unflatten(leaves, structure) if self.generator else output
+
+    def before_step(self, *_):
+        """The hook of all optimizers: ours and others call another optimizer inside."""
+        self.depth += 1
+        if self.depth == 1:
+            self.note_gradients()
+
+    def note_gradients(self):
+        if not any(step == self.step and kind == "gradient" for step, kind, _ in self.tensors):
+            gradients = {name: p.grad for name, p in self.own_parameters().items()}
+            self.note_parameters("gradient", gradients)
+
+    def after_step(self, *_):
+        self.depth -= 1
+        if self.depth == 0:
+            self.note_parameters("value", self.state())  # those of a step's last optimizer remain
+            self.has_stepped = True
+            self.noted.clear()  # it would keep the graph alive
+
+    def save(self, path):
+        """Write lists, dicts and tensors, which torch.load reads with weights_only=True."""
+        if not self.has_stepped:
+            self.note_gradients()  # an optimizer that is not PyTorch's, or none
+            self.note_parameters("value", self.state())
+        calls = {
+            key: [by_call[n] for n in sorted(by_call)] for key, by_call in self.tensors.items()
+        }
+        classes = {renamed(n, self.rename): type(m).__name__ for n, m in self.model.named_modules()}
+        page = {"tensors": calls, "parents": self.parents, "classes": classes}
+        torch.save(page | {"random": random_parts(self.model)}, path)
+
+
+def random_parts(model):
+    """Return the parts of the model that compute something else on other ranks."""
+    found = []
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            is_dropout = "dropout" in key or (key == "p" and "Dropout" in type(module).__name__)
+            is_on = module.training if is_dropout else key == "capacity_factor"
+            if is_on and isinstance(value, int | float) and value > 0:
+                found.append(f"{name}.{key} = {value}")
+    return found
+
+
+@contextmanager
+def record(directory, model, rename=None, state=None, noise=0):
+    """Record one or a few training steps of `model` in a file of this rank in `directory`.
+
+    `rename`: {prefix: what replaces it}, or a function, for the names of modules and parameters.
+    `state`: a function that returns whole parameters by name, for a model that has shards only.
+    `noise`: a seed. Then rounding errors are added; for a run on one device.
+    """
+    recording = Recording(model, rename, state, noise)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    path = Path(directory) / f"rank{rank}.pt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    # Two modules may have one name if one wraps the other. The inner one comes later.
+    modules = {renamed(name, rename): module for name, module in model.named_modules()}
+    before = optimizers.register_optimizer_step_pre_hook(recording.before_step)
+    after = optimizers.register_optimizer_step_post_hook(recording.after_step)
+    handles = [before, after]
+    for name, module in modules.items():
+        hook = functools.partial(recording.on_output, name)
+        handles.append(module.register_forward_hook(hook))
+    try:
+        recording.note_parameters("start", recording.state())
+        yield recording
+        recording.save(path)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# --------------------------------------------------------------------------------------------------
+# 3. Layouts: how the ranks' tensors make up the one device's. For each axis of the grid, one of
+#
+#        same      every rank has it            sum, mean   of what the ranks have
+#        cat d     joined in dimension d        flat        joined as vectors, the rest cut off
+#        parts d   joined in dimension d, after each rank's tensor was cut: first all first pieces,
+#                  then all second ones (q, k, v in one matrix; in a zigzag these backward)
+#        only i    rank i has it, and the others have a tensor of another shape
+#
+#    Micro-batches are one more axis. `order d` is a layout after which dimension d is permuted.
+
+
+def in_pieces(group, dim, pieces, backward=False):
+    """Join first pieces, then second pieces, and so on."""
+    rows = [tensor.chunk(pieces, dim) for tensor in group]
+    joined = []
+    for index in range(pieces):
+        column = [row[index] for row in rows]
+        joined += column[::-1] if backward and index else column
+    return torch.cat(joined, dim)
+
+
+def flatten(shape, padded, group):
+    """Join vectors, and cut off at most what fills up the ranks' parts."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in group])
+    numel = math.prod(shape)
+    if not numel <= flat.numel() < numel + padded:
+        raise RuntimeError(f"{flat.numel()} numbers are not the {numel} of {shape}")
+    return flat[:numel].view(shape)
+
+
+def mean(group):
+    return sum(group) / len(group)
+
+
+def ways_to_join(group, whole, kind, sizes):
+    """Yield (how, function that joins the tensors along an axis). `sizes` of the other axes."""
+    first = group[0]
+    shapes = {tensor.shape for tensor in group}
+    if len(shapes) == 1:
+        yield "same", operator.itemgetter(0)
+    if len(shapes) == 1 and len(group) > 1:
+        if kind not in ("start", "value"):
+            yield "sum", sum
+        if kind == "gradient" or whole.numel() == 1:
+            yield "mean", mean
+    for dim in range(min(first.dim(), whole.dim())):
+        # Parts may differ in this dimension alone.
+        if len({shape[:dim] + shape[dim + 1 :] for shape in shapes}) > 1:
+            continue
+        length = sum(tensor.shape[dim] for tensor in group)
+        if len(group) == 1 or length > whole.shape[dim]:
+            continue
+        yield f"cat {dim}", functools.partial(torch.cat, dim=dim)
+        for pieces in (2, 3):
+            if all(tensor.shape[dim] % pieces == 0 for tensor in group):
+                options = {"dim": dim, "pieces": pieces}
+                yield f"parts {dim}", functools.partial(in_pieces, **options)
+        if first.shape[dim] % 2 == 0:
+            options = {"dim": dim, "pieces": 2, "backward": True}
+            yield f"parts {dim}", functools.partial(in_pieces, **options)
+    if len(shapes) > 1:
+        for index in range(len(group)):
+            yield f"only {index}", operator.itemgetter(index)
+    if kind in OF_PARAMETERS:
+        padded = max(len(group), first.numel())
+        for shape in slices_of(whole.shape, sizes):
+            yield "flat", functools.partial(flatten, shape, padded)
+
+
+def slices_of(shape, sizes):
+    """Return `shape`, and the shapes of its slices if an axis of one of the sizes cuts it."""
+    slices = [shape]
+    for dim, length in enumerate(shape):
+        for size in sizes:
+            if size > 1 and length % size == 0:
+                slices.append(shape[:dim] + (length // size,) + shape[dim + 1 :])
+    return slices
+
+
+def groups_along(parts, number):
+    """Return {other coordinates: the tensors along axis `number`, in order}."""
+    groups = {}
+    for coordinates in sorted(parts):
+        others = coordinates[:number] + coordinates[number + 1 :]
+        groups.setdefault(others, []).append(parts[coordinates])
+    return groups
+
+
+def spread_of(groups):
+    """Return by how much tensors differ that should be the same."""
+    pairs = ((group[0], tensor) for group in groups.values() for tensor in group[1:])
+    return max((norm(difference(a, b)) for a, b in pairs), default=0.0)
+
+
+def joins(parts, axes, whole, kind):
+    """Yield (layout, tensor, spread) for each way to join `parts`, {coordinates: tensor}.
+
+    `axes` is {name: size}. A layout is {name of an axis: how}, the spread what "same" ignores.
+    """
+    if not axes:
+        yield {}, parts[()], 0.0
+        return
+    for number, axis in enumerate(axes):
+        groups = groups_along(parts, number)
+        others = {name: size for name, size in axes.items() if name != axis}
+        group = next(iter(groups.values()))
+        for how, join in ways_to_join(group, whole, kind, others.values()):
+            # The order of the axes matters only for parts that are put one after the other.
+            if number and how in ("same", "sum", "mean"):
+                continue
+            try:
+                joined = {rest: join(group) for rest, group in groups.items()}
+            except RuntimeError:  # the shapes of another group do not fit
+                continue
+            spread = spread_of(groups) if how == "same" else 0.0
+            for layout, tensor, more in joins(joined, others, whole, kind):
+                yield {axis: how} | layout, tensor, max(spread, more)
+
+
+def without_replicas(parts, axes, whole):
+    """Drop the axes along which all ranks have the same bits: the common case, and a cheap one."""
+    axes = dict(axes)
+    for axis in list(axes):
+        number = list(axes).index(axis)
+        groups = groups_along(parts, number)
+        first = next(iter(groups.values()))[0]
+        pairs = [(group[0], tensor) for group in groups.values() for tensor in group[1:]]
+        # Slices of a vector of ones are equal, too.
+        is_constant = first.numel() and bool((first == first.flatten()[0]).all())
+        is_whole = first.shape == whole.shape
+        if (is_whole or (pairs and not is_constant)) and all(torch.equal(a, b) for a, b in pairs):
+            parts = {rest: group[0] for rest, group in groups.items()}
+            del axes[axis]
+    return parts, axes
+
+
+def reordered(tensor, whole, dim):
+    """Return `tensor` with its slices along `dim` in the order of the nearest of whole's."""
+    length = whole.shape[dim]
+    rows = tensor.movedim(dim, 0).reshape(length, -1)
+    wanted = whole.movedim(dim, 0).reshape(length, -1)
+    if rows.shape[1] > 16:  # distances in a random projection cost less
+        generator = torch.Generator().manual_seed(0)
+        projection = torch.randn(rows.shape[1], 16, generator=generator, dtype=rows.dtype)
+        rows = rows @ projection
+        wanted = wanted @ projection
+    return tensor.index_select(dim, torch.cdist(wanted, rows).argmin(1))
+
+
+# --------------------------------------------------------------------------------------------------
+# 4. Rounding: which layout fits, and how well, in units of what the noise run has measured.
+
+LIMIT = 8.0  # units. Correct runs have errors of 1 or 2, and the smallest mistakes in bf16 of 20
+FEW = 16  # numbers, of which noise may move none by chance
+
+
+def difference(a, b):
+    return (a - b).masked_fill_(a == b, 0.0)  # also of infinities, in masks
+
+
+def norm(tensor):
+    return tensor.masked_fill(tensor.isinf(), 0.0).norm().item()
+
+
+class Fit(NamedTuple):
+    error: float  # in units of rounding
+    layout: dict  # {axis: how}
+    scale: float = 1.0  # of the ranks' tensor, over the one device's
+    tensor: torch.Tensor = None  # what the ranks' tensors make up
+    spread: float = 0.0  # between tensors that should be the same, in units
+
+
+@dataclass
+class Problem:
+    """A tensor of the one device, what the ranks have of it, and what rounding may do to it."""
+
+    kind: str
+    whole: torch.Tensor  # of float64, as all others
+    parts: dict  # {coordinates on the grid: tensor}
+    axes: dict  # {name: size}
+    unit: float
+    size: float  # of what an error is a part of: for a value, the size of its update
+    factor: float = None  # of activations' gradients, or None if not known
+
+    def fits(self):
+        """Yield a Fit for each way to join the parts, and one for each scale that fits better."""
+        parts, axes = without_replicas(self.parts, self.axes, self.whole)
+        has_fits = False
+        for fit in self.fits_of(parts, axes):
+            has_fits = True
+            yield fit
+        if not has_fits and axes != self.axes:  # ranks that should have slices have the same
+            yield from self.fits_of(self.parts, self.axes)
+
+    def fits_of(self, parts, axes):
+        for layout, tensor, spread in joins(parts, axes, self.whole, self.kind):
+            if tensor.shape == self.whole.shape:
+                named = {axis: layout.get(axis, "same") for axis in self.axes}
+                yield from self.scaled_fits(named, tensor, spread / self.unit)
+
+    def scaled_fits(self, layout, tensor, spread):
+        factor = self.factor or 1.0
+        fit = Fit(self.error_of(tensor / factor, spread / factor), layout, factor, tensor, spread)
+        yield fit
+        if fit.error > LIMIT and self.kind in ("backward", "gradient"):
+            scale = self.scale_of(tensor)
+            if scale > 0:
+                error = self.error_of(tensor / scale, spread / scale)
+                yield Fit(error, layout, scale, tensor, spread)
+
+    def error_of(self, tensor, spread=0.0):
+        error = norm(difference(tensor, self.whole)) / self.unit
+        return max(error, spread) if math.isfinite(error) else math.inf
+
+    def scale_of(self, tensor):
+        """Return tensor / whole, in the direction of whole."""
+        square = self.whole.square().sum()
+        scale = ((tensor * self.whole).sum() / square).item() if square else 0.0
+        return self.exact(scale)
+
+    def exact(self, scale):
+        """Return a product of the sizes of axes, or a power of 2, if `scale` is near one."""
+        sizes = [1.0]
+        for size in self.axes.values():
+            sizes += [each * size for each in sizes]
+        if scale > 0:
+            sizes.append(2.0 ** round(math.log2(scale)))
+        for size in sizes:
+            for exact in (size, 1 / size):
+                if abs(scale / exact - 1) < 0.02:
+                    return exact
+        return scale
+
+    def best_fit(self):
+        """Return the best fit within rounding, or of all; None if none has the shape.
+
+        Of the fits within one unit, the first: what is zero but for rounding has every layout.
+        """
+        fits = []
+        for fit in self.fits():
+            fits.append(fit)
+            if fit.error <= 1 and fit.scale == (self.factor or 1.0):
+                break
+        if not fits:
+            return None
+        best = min(fits, key=self.rank_of)
+        if best.error > LIMIT and self.whole.dim():
+            best = min([best, *self.orders(fits)], key=self.rank_of)
+        return best
+
+    def rank_of(self, fit):
+        error = max(fit.error, 1.0)
+        is_scaled = fit.scale != (self.factor or 1.0)
+        return error > LIMIT, is_scaled, error
+
+    def orders(self, fits):
+        """Yield the fits after a permutation of one dimension."""
+        for fit in fits:
+            is_added = {"sum", "mean"} & set(fit.layout.values())
+            if is_added or fit.scale != (self.factor or 1.0):
+                continue
+            scales = {fit.scale}
+            if self.kind == "backward" and self.size:
+                scales.add(self.exact(norm(fit.tensor) / self.size))
+            for dim, scale in itertools.product(range(self.whole.dim()), scales):
+                if 1 < self.whole.shape[dim] <= 2048 and scale:
+                    tensor = reordered(fit.tensor / scale, self.whole, dim)
+                    layout = fit.layout | {"all": f"order {dim}"}
+                    error = self.error_of(tensor, fit.spread)
+                    yield Fit(error, layout, scale, tensor * scale, fit.spread)
+
+
+# --------------------------------------------------------------------------------------------------
+# 5. Compare: the origin is the first tensor that leaves rounding although all that it was computed
+#    from had not.
+
+MICRO = "micro-batches"
+
+
+class CannotCompare(ValueError):
+    """The runs do not say whether they agree. The text says what to change."""
+
+
+@dataclass
+class Result:
+    """What became of one tensor. It is unfinished if it is right but for a sum or an order."""
+
+    step: int
+    kind: str  # one of KINDS
+    name: str
+    layout: str = ""
+    note: str = ""
+    state: str = "missing"  # or right, unfinished, scaled, wrong, skipped
+    error: float = 0.0  # in units of rounding
+    share: float = 0.0  # the error over the size of the one device's tensor
+    scale: float = 1.0  # of the ranks' tensor, over the one device's
+
+    @property
+    def key(self):
+        return self.step, self.kind, self.name
+
+
+def as_rows(tensor, others):
+    """Join the dimensions before the last: some models flatten batch and sequence."""
+    dims = {other.dim() for other in others} | {tensor.dim()}
+    return tensor.flatten(0, -2) if len(dims) > 1 and min(dims) > 1 else tensor
+
+
+def is_flip(distance, whole):
+    """Return whether noise moves a few rows altogether: tokens that go to another expert."""
+    if whole.dim() < 2 or not whole.numel():
+        return False
+    moved = distance.norm(dim=-1) / whole.norm(dim=-1).clamp(min=1e-300)
+    return moved.max().item() > max(0.02, 100 * moved.median().item())
+
+
+def ranks_as_words(ranks):
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def times(scale):
+    return f"1/{1 / scale:.4g} of" if scale < 1 else f"{scale:.4g} times"
+
+
+def unfinished_as_words(layout):
+    """Return what is missing, if nothing later does it."""
+    if "all" in layout:
+        dim = layout["all"].removeprefix("order ")
+        return f"the right numbers in another order along dimension {dim}"
+    axes = " and ".join(axis for axis, how in layout.items() if how in ("sum", "mean"))
+    if "mean" in layout.values():
+        return f"each rank has the gradient of its own batch: average it over the {axes} ranks"
+    return f"the sum over the {axes} ranks is right: an all-reduce is missing"
+
+
+class Comparison:
+    """`results`, one for each tensor of the one device, and `origin`: a Result, or None."""
+
+    def __init__(self, one, ranks, noises, axes):
+        self.one = one
+        self.ranks = ranks
+        self.noises = noises
+        self.axes = axes
+        self.places = list(itertools.product(*map(range, axes.values())))  # of ranks on the grid
+        self.starts = {}  # {name of a parameter: its layout}
+        self.values = {}  # {name of a parameter: key of its last value}
+        self.factors = {}  # {step: Result that says by what the activations' gradients are scaled}
+        self.flips = []  # tensors of which rounding changes a few rows altogether
+        floats = [
+            tensors[0].dtype for key, tensors in one["tensors"].items() if key[1] == "forward"
+        ]
+        self.coarsest = max((torch.finfo(dtype).eps for dtype in floats), default=0.0)
+        # Backward computes the gradients of the last parameters first.
+        first = [key for key in one["tensors"] if key[1] != "gradient"]
+        last = [key for key in one["tensors"] if key[1] == "gradient"]
+        keys = sorted(first + last[::-1], key=lambda key: (key[0], KINDS.index(key[1])))
+        self.steps = [1 + max(key[0] for key in page["tensors"]) for page in (one, *ranks)]
+        self.results = [self.result_of(key) for key in keys]
+        self.by_key = {result.key: result for result in self.results}
+        self.origin = self.find_origin()
+
+    def result_of(self, key):
+        """Compare one tensor, or all that a module gave in a step, with what the ranks have."""
+        step, kind, name = key
+        result = Result(step, kind, name)
+        found = [page["tensors"].get(key) for page in self.ranks]
+        found, idle = self.without_late_calls(key, found)
+        parts = {place: calls for place, calls in zip(self.places, found, strict=True) if calls}
+        best = None  # (Problem, Fit)
+        for problems in self.problems(key, parts) if parts else ():
+            fits = [problem.best_fit() for problem in problems]
+            if None in fits:
+                continue
+            pair = max(zip(problems, fits, strict=True), key=lambda pair: pair[1].error)
+            if best is None or pair[1].error < best[1].error:
+                best = pair
+        if best:
+            self.judge(result, *best)
+        if idle and kind == "gradient":
+            result.state = "skipped"
+        if idle and kind == "value":
+            result.state = "wrong"
+            result.note = f"{ranks_as_words(idle)} took no step"
+        if kind == "gradient" and not parts and self.has_gradients(step):
+            result.state = "wrong" if self.one["tensors"][key][0].any() else "skipped"
+            result.note = "no rank has a gradient"
+        if kind in ("start", "value"):
+            self.values[name] = key
+        return result
+
+    def without_late_calls(self, key, found):
+        """Return the calls without those after a step that a rank left out, and these ranks.
+
+        A step ends when the optimizer has stepped, so such a rank seems to call a module twice.
+        """
+        step, kind, _ = key
+        late = [rank for rank, steps in enumerate(self.steps[1:]) if steps < self.steps[0]]
+        counts = [self.forwards(page, step) for page in self.ranks]
+        idle = [rank for rank in late if counts[rank] > min(counts)]
+        if idle and kind in ("forward", "backward"):
+            shortest = min(len(calls) for calls in found if calls)
+            found = [calls and calls[:shortest] for calls in found]
+        return found, idle
+
+    def forwards(self, page, step):
+        """Return how often a rank has called the module that it calls most."""
+        keys = [key for key in page["tensors"] if key[:2] == (step, "forward")]
+        return max((len(page["tensors"][key]) for key in keys), default=0)
+
+    def has_gradients(self, step):
+        return any(key[:2] == (step, "gradient") for page in self.ranks for key in page["tensors"])
+
+    def problems(self, key, parts):
+        """Yield the ways to pair calls: one by one, or all together, which are micro-batches."""
+        one = self.one["tensors"][key]
+        noises = [page["tensors"].get(key, ()) for page in self.noises]
+        noises = [calls for calls in noises if len(calls) == len(one)]
+        counts = {len(calls) for calls in (one, *parts.values())}
+        if len(counts) == 1:
+            problems = []
+            for call, whole in enumerate(one):
+                of_call = {place: calls[call] for place, calls in parts.items()}
+                of_noise = [calls[call] for calls in noises]
+                problems.append(self.problem(key, whole, of_call, of_noise, self.axes))
+            yield problems
+        if counts == {1} or len({tensor.shape[1:] for tensor in one}) > 1:
+            return
+        all_calls = {}  # {(*place, number of the call): tensor}
+        for place, calls in parts.items():
+            all_calls |= {(*place, call): tensor for call, tensor in enumerate(calls)}
+        axes = self.axes | {MICRO: max(map(len, parts.values()))}
+        for join in (torch.cat,) if one[0].dim() else (sum, mean):
+            yield [self.problem(key, join(one), all_calls, list(map(join, noises)), axes)]
+
+    def problem(self, key, whole, parts, noises, axes):
+        step, kind, name = key
+        eps = max(torch.finfo(t.dtype).eps for t in (whole, *parts.values()))
+        whole, *noises = (as_rows(tensor.double(), parts.values()) for tensor in (whole, *noises))
+        parts = {place: as_rows(tensor.double(), [whole]) for place, tensor in parts.items()}
+        size = norm(whole)
+        unit = eps * size
+        if kind in ("start", "value"):
+            # Most numbers are rounded as on one device. One of them may be rounded otherwise.
+            largest = whole.abs().max().item() if whole.numel() else 0.0
+            unit = eps * largest
+        if kind == "value" and name in self.values:
+            before = self.one["tensors"][self.values[name]][0].double()
+            size = norm(whole - before)
+            unit += eps * size
+        if whole.numel() < FEW:
+            unit += self.coarsest * size / 8
+        moved = [noise for noise in noises if noise.shape == whole.shape]
+        distances = [difference(noise, whole) for noise in moved]
+        if kind == "forward" and (
+            len(moved) < len(noises) or any(is_flip(each, whole) for each in distances)
+        ):
+            self.flips.append(key)
+        unit += max(map(norm, distances), default=0.0)
+        factor = self.factors.get(step) if kind == "backward" else None
+        scale = factor.scale if factor and whole.dim() else None
+        return Problem(kind, whole, parts, axes, unit or 1e-300, size, scale)
+
+    def judge(self, result, problem, fit):
+        """Say what state the tensor is in, and why if it is wrong."""
+        ways = set(fit.layout.values())
+        if result.kind == "start":
+            self.starts[result.name] = fit.layout
+        result.layout = ", ".join(f"{axis} {how}" for axis, how in fit.layout.items())
+        result.error = fit.error
+        result.scale = fit.scale
+        result.share = fit.error * problem.unit / problem.size if problem.size else math.inf
+        is_wrong = fit.error > LIMIT
+        is_scaled = False  # as the experts' gradients may be, until they are averaged
+        if result.kind == "backward" and problem.whole.numel() > 1 and not is_wrong:
+            first = self.factors.setdefault(result.step, result)
+            is_scaled = first.scale != fit.scale
+            is_wrong = problem.exact(fit.scale * 1.01) != fit.scale
+        if result.kind == "gradient" and not is_wrong:
+            is_wrong = fit.scale != 1.0
+        if result.kind in ("gradient", "value") and "all" in fit.layout:
+            is_wrong |= "all" not in self.starts.get(result.name, {})
+        is_mean_of_numbers = problem.whole.numel() == 1 and "sum" not in ways
+        if is_wrong:
+            result.state = "wrong"
+            result.note = self.diagnosis(result, problem, fit)
+        elif is_scaled:
+            result.state = "scaled"
+            result.note = self.scale_as_words(fit.scale / first.scale)
+        elif ("all" in fit.layout or {"sum", "mean"} & ways) and not is_mean_of_numbers:
+            result.state = "unfinished"
+            result.note = unfinished_as_words(fit.layout)
+        else:
+            result.state = "right"
+
+    def diagnosis(self, result, problem, fit):
+        """Return in words how the tensor is wrong, with the evidence."""
+        bad = [place for place, tensor in problem.parts.items() if tensor.isnan().any()]
+        if bad:
+            return f"NaN on {self.ranks_at(bad)}"
+        if fit.error <= LIMIT and "all" in fit.layout:
+            return f"{unfinished_as_words(fit.layout)}, which it was not in at the start"
+        if fit.error <= LIMIT:
+            return self.scale_as_words(fit.scale / (problem.factor or 1.0))
+        if self.are_the_same(problem, fit):
+            return "all ranks have the same part"
+        same = {place: t for place, t in problem.parts.items() if t.shape == problem.whole.shape}
+        factor = problem.factor or 1.0
+        right = [p for p, t in same.items() if problem.error_of(t / factor) <= LIMIT]
+        if right:
+            return f"right on {self.ranks_at(right)} only"
+        if result.kind == "value" and (words := self.update_as_words(result, problem, fit)):
+            return words
+        if words := row_scales_as_words(problem, fit):
+            return words
+        of = "update" if result.kind == "value" else "size"
+        return f"wrong by {result.share:.2g} of its {of}"
+
+    def are_the_same(self, problem, fit):
+        tensors = list(problem.parts.values())
+        is_joined = any(how.startswith(("cat", "parts")) for how in fit.layout.values())
+        return is_joined and all(torch.equal(tensors[0], tensor) for tensor in tensors)
+
+    def ranks_at(self, places):
+        """`places` may have the number of a micro-batch as well."""
+        ranks = {self.places.index(place[: len(self.axes)]) for place in places}
+        return ranks_as_words(sorted(ranks))
+
+    def scale_as_words(self, scale):
+        words = f"{times(scale)} the right one"
+        for axis, size in self.axes.items():
+            if scale == size > 1:
+                return f"{words}: not divided by the {size} {axis} ranks"
+            if scale * size == 1 < size:
+                return f"{words}: divided by the {size} {axis} ranks once too often"
+        return words
+
+    def update_as_words(self, result, problem, fit):
+        key = self.values[result.name]
+        before = as_rows(self.one["tensors"][key][0].double(), [problem.whole])
+        update = problem.whole - before
+        found = fit.tensor - before
+        if norm(found) * problem.unit == 0 or norm(found) < 1e-3 * norm(update):
+            return "it was not updated"
+        gradient = Problem("gradient", update, {}, self.axes, problem.unit, problem.size)
+        scale = gradient.scale_of(found)
+        if scale > 0 and gradient.error_of(found / scale) <= LIMIT:
+            return f"its update is {times(scale)} the right one"
+        return None
+
+    def find_origin(self):
+        """Return the first result that is wrong, or what it follows from and was not finished."""
+        for result in self.results:
+            if result.state == "wrong" or (
+                result.state == "scaled" and not self.is_put_right(result)
+            ):
+                result.state = "wrong"
+                origin = self.loss_before(result) or result
+                while earlier := self.unfinished_before(origin):
+                    origin = earlier
+                return origin
+        return None
+
+    def of(self, step, kind, names):
+        found = [self.by_key.get((step, kind, name)) for name in names]
+        return [result for result in found if result]
+
+    def is_put_right(self, scaled):
+        """Return whether backward goes on with gradients of the right scale."""
+        names = self.one["parents"].get((scaled.step, scaled.name), ())
+        for result in self.of(scaled.step, "backward", names):
+            if result.state == "right" or (result.state == "scaled" and self.is_put_right(result)):
+                return True
+        return False
+
+    def unfinished_before(self, result):
+        """Return an unfinished result from which this one was computed, or None."""
+        step, kind, name = result.key
+        parents = self.one["parents"]
+        children = [n for (s, n), names in parents.items() if s == step and name in names]
+        owner = name.rpartition(".")[0]
+        sources = {
+            "start": [],
+            "forward": self.of(step, kind, parents.get((step, name), ())),
+            "backward": self.of(step, kind, children),
+            "gradient": self.of(step, "backward", [owner]),
+            "value": self.of(step, "gradient", [name]) + self.of(step, "backward", [owner]),
+        }
+        found = (each for each in sources[kind] if each.key != result.key)
+        return next((each for each in found if each.state == "unfinished"), None)
+
+    def loss_before(self, result):
+        """Return a Result for the loss, if it scales all gradients and what they come from."""
+        factor = self.factors.get(result.step)
+        if result.kind != "gradient" or factor is None or result.error > LIMIT:
+            return None
+        gradients = [each for each in self.results if each.key[:2] == (result.step, "gradient")]
+        scales = [each.scale for each in gradients if each.state == "wrong"]
+        # If each rank has the mean over its part of the batch, gradients are scaled so.
+        expected = [1.0]
+        for axis, size in self.axes.items():
+            expected += [each * size for each in expected if f"{axis} " in factor.layout]
+        # A few are zero but for rounding, and so are right with every scale.
+        if len(set(scales)) > 1 or len(scales) < len(gradients) / 2 or factor.scale in expected:
+            return None
+        outputs = [each for each in self.results if each.key[:2] == (result.step, "forward")]
+        last = outputs[-1]
+        words = f"{times(result.scale)} the right ones"
+        note = f"all gradients are {words}, from the loss on: divide it by {result.scale:.4g}"
+        return Result(last.step, "backward", last.name, last.layout, note, "wrong")
+
+
+def row_scales_as_words(problem, fit):
+    """Return that each row, such as a sample, is right but for a scale of its own; or None."""
+    if fit.tensor is None or problem.whole.dim() < 2 or problem.kind != "backward":
+        return None
+    rows = fit.tensor.flatten(1)
+    wanted = problem.whole.flatten(1)
+    squares = wanted.square().sum(1)
+    scales = (rows * wanted).sum(1) / squares.clamp(min=1e-300)
+    error = norm(difference(rows, wanted * scales[:, None])) / problem.unit
+    is_positive = scales[squares > 0] > 0
+    if error > LIMIT * scales.abs().max().item() or not is_positive.all():
+        return None
+    low, high = (x.item() for x in scales[squares > 0].aminmax())
+    return (
+        f"right but for a factor, of {low:.3g} in some rows and {high:.3g} in others: means over"
+        " unequal numbers of tokens?"
+    )
+
+
+def compare(one, many, grid=None, noise=(), rename=None):
+    """Compare the recordings in the directories `one` and `many`. Return a Comparison.
+
+    `grid`: {axis: number of ranks} or "dp=2,tp=2"; neighbouring ranks differ in the last axis.
+    `noise`: directories of runs on one device with record(noise=…). `rename`: {old: new}.
+    """
+    noise = [noise] if isinstance(noise, str | Path) else noise
+    ones = pages_of(one, rename)
+    ranks = pages_of(many, rename)
+    noises = [page for directory in noise for page in pages_of(directory, rename)]
+    axes = axes_of(grid) or {"ranks": len(ranks)}
+    check_recordings(ones, ranks, noises, axes)
+    comparison = Comparison(ones[0], ranks, noises, axes)
+    check_is_alive(comparison)
+    check_is_comparable(comparison)
+    check_is_explained(comparison)
+    return comparison
+
+
+def pages_of(directory, rename):
+    """Return the recording of each rank. Their tensors stay in the files until they are read."""
+    paths = sorted(Path(directory).glob("rank*.pt"), key=lambda path: int(path.stem[4:]))
+    pages = [torch.load(path, mmap=True, weights_only=True) for path in paths]
+    for page in pages:
+        tensors = page["tensors"].items()
+        page["tensors"] = {(s, k, renamed(n, rename)): calls for (s, k, n), calls in tensors}
+        parents = page["parents"].items()
+        page["parents"] = {
+            (step, renamed(name, rename)): [renamed(parent, rename) for parent in names]
+            for (step, name), names in parents
+        }
+    return pages
+
+
+def axes_of(grid):
+    """Return {axis: number of ranks} of a grid such as "dp=2,tp=2"."""
+    if not isinstance(grid, str):
+        return dict(grid or {})
+    pairs = [word.split("=") for word in grid.split(",") if word]
+    check_words(grid, pairs)
+    return {axis.strip(): int(size) for axis, size in pairs}
+
+
+# --------------------------------------------------------------------------------------------------
+# 6. The library: refusals.
+
+
+def check_words(grid, pairs):
+    if not all(len(pair) == 2 and pair[1].strip().isdecimal() for pair in pairs):
+        raise CannotCompare(f"--grid {grid}: write it as dp=2,tp=4")
+
+
+def check_recordings(ones, ranks, noises, axes):
+    if not ones or not ranks:
+        raise CannotCompare("there is no file rank0.pt: give the directories of record()")
+    if len(ones) > 1:
+        raise CannotCompare(f"ONE has {len(ones)} ranks: record the run on one device, on one rank")
+    if math.prod(axes.values()) != len(ranks):
+        raise CannotCompare(f"the grid {axes} is not of {len(ranks)} ranks, which MANY has")
+    one = ones[0]["tensors"]
+    for page in noises:
+        keys = [key for key in one if key in page["tensors"]]
+        pairs = (
+            (a, b) for key in keys for a, b in zip(one[key], page["tensors"][key], strict=False)
+        )
+        if all(torch.equal(a, b) for a, b in pairs):
+            raise CannotCompare("the noise run has changed nothing: record it with noise=1")
+    found = {key for page in ranks for key in page["tensors"]}
+    if not found & one.keys():
+        names = [sorted({key[2] for key in keys})[:4] for keys in (one, found)]
+        raise CannotCompare(f"no name is in both runs: {names[0]} and {names[1]}; use rename")
+
+
+def check_is_alive(comparison):
+    """Two runs that compute nothing agree, and say nothing."""
+    one = comparison.one["tensors"]
+    for (step, kind, name), calls in one.items():
+        if any(tensor.isnan().any() for tensor in calls):
+            raise CannotCompare(f"the run on one device has NaN: step {step} {kind} {name}")
+    gradients = [calls[0] for key, calls in one.items() if key[1] == "gradient"]
+    if not gradients or not any(gradient.any() for gradient in gradients):
+        raise CannotCompare("on one device there are no gradients, or all are zero")
+    values = {key[2]: calls[0] for key, calls in one.items() if key[1] == "value"}
+    starts = {key[2]: calls[0] for key, calls in one.items() if key[1] == "start"}
+    if all(torch.equal(values[name], start) for name, start in starts.items() if name in values):
+        raise CannotCompare("on one device no parameter changes: record a step of the optimizer")
+
+
+def check_is_comparable(comparison):
+    """A few tensors have no counterpart, such as those of containers. Many are a mistake."""
+    # Sharded optimizers have no .grad.
+    kinds = {each.kind for each in comparison.results if each.state != "missing"}
+    results = comparison.results
+    if comparison.origin in results:  # what follows a mistake may have other shapes
+        results = results[: results.index(comparison.origin)]
+    wanted = [each for each in results if each.kind in kinds and each.kind != "backward"]
+    missing = [each for each in wanted if each.state == "missing"]
+    if not {"start", "value"} <= kinds or len(missing) > max(1, 0.05 * len(wanted)):
+        names = [f"step {each.step} {each.kind} {each.name}" for each in missing[:3]]
+        raise CannotCompare(
+            f"{len(missing)} of {len(wanted)} tensors of the one device have no counterpart in the "
+            f"other run by name and shape, such as {names}; use rename, state= or grid"
+        )
+
+
+def check_is_explained(comparison):
+    """A difference that the runs must have, or may have, is not a mistake."""
+    origin = comparison.origin
+    if origin is None:
+        return
+    where = f"step {origin.step} {origin.kind} {origin.name}: {origin.note}"
+    random = sorted({part for page in comparison.ranks for part in page["random"]})
+    if random:
+        raise CannotCompare(
+            f"ranks draw other numbers, or drop other tokens, than one device. Set dropout to 0 and "
+            f"the capacity to None: {random[:3]}. The first difference is in {where}"
+        )
+    if not comparison.noises:
+        raise CannotCompare(
+            f"without --noise it is not known whether a difference is rounding. Record the run on "
+            f"one device once more, with noise=1. The first difference is in {where}"
+        )
+    if flips := [key for key in comparison.flips if key[0] <= origin.step]:
+        raise CannotCompare(
+            f"rounding alone sends tokens to other experts, in step {flips[0][0]} {flips[0][2]}: "
+            f"take another seed, or float64. The first difference is in {where}"
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# 7. The library: the report, and the command line.
+
+NAMES = ["start", "activations", "their gradients", "gradients", "parameters after a step"]
+
+
+def report(comparison, followers=4):
+    """Return the lines that the command prints."""
+    results = comparison.results
+    lines = []
+    for kind, name in zip(KINDS, NAMES, strict=True):
+        compared = [
+            each
+            for each in results
+            if each.kind == kind and each.state not in ("missing", "skipped")
+        ]
+        right = [each for each in compared if each.state in ("right", "unfinished")]
+        largest = max((each.error for each in right), default=0.0)
+        line = f"{name:24} {len(right):4} of {len(compared):4} agree"
+        lines.append(f"{line}, within {largest:.1f} units of rounding" if right else line)
+    origin = comparison.origin
+    if origin is None:
+        return [*lines, "AGREE."]
+    lines.append("DIFFER. The origin, and what follows:")
+    lines.append("> " + line_of(origin, comparison.one["classes"]))
+    wrong = [each for each in results if each.state == "wrong" and each.key != origin.key]
+    lines += ["  " + line_of(each, comparison.one["classes"]) for each in wrong[:followers]]
+    if len(wrong) > followers:
+        lines.append(f"  and {len(wrong) - followers} more")
+    return lines
+
+
+def line_of(result, classes):
+    kind = classes.get(result.name.partition("[")[0])
+    name = f"{result.name or 'the model'} ({kind})" if kind else result.name
+    return f"step {result.step}  {result.kind:8}  {name:42}  {result.note}"
+
+
+def compare_directories():
+    """The command. The exit status is 0 if the runs agree, 1 if they differ, and 2 if unknown."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("one", metavar="ONE", help="directory of the run on one device")
+    parser.add_argument("many", metavar="MANY", help="directory of the run on ranks")
+    parser.add_argument("--noise", metavar="DIR", action="append", default=[])
+    parser.add_argument("--grid", help="such as dp=2,tp=2; the last axis has neighbouring ranks")
+    parser.add_argument("--rename", metavar="OLD=NEW", action="append", default=[])
+    parser.add_argument("--followers", type=int, default=4, help="how many to show")
+    args = parser.parse_args()
+    rename = dict(rule.split("=", 1) for rule in args.rename)
+    try:
+        comparison = compare(args.one, args.many, args.grid, args.noise, rename)
+    except CannotCompare as error:
+        print(f"CANNOT COMPARE. {error}")
+        return 2
+    print("\n".join(report(comparison, args.followers)))
+    return 1 if comparison.origin else 0
+
+
+# --------------------------------------------------------------------------------------------------
+# Demo. A model is split over ranks as in tensor_parallel.py. One layer forgets its all-reduce.
+
+PLANTED = "layers.1.down"
+
+
+class Sum(torch.autograd.Function):
+    """Add up over the ranks in forward, in backward, or in both."""
+
+    @staticmethod
+    def forward(ctx, x, in_forward, in_backward):
+        ctx.in_backward = in_backward
+        return all_reduced(x) if in_forward else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return all_reduced(gradient) if ctx.in_backward else gradient, None, None
+
+
+def all_reduced(x):
+    x = x.clone()
+    dist.all_reduce(x)
+    return x
+
+
+class Down(nn.Linear):
+    adds_up = False
+
+    def forward(self, x):
+        return Sum.apply(super().forward(x), self.adds_up, False)
+
+
+class MLP(nn.Module):
+    """On N ranks each has 1/N of the hidden features."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.up = nn.Linear(32, 64)
+        self.down = Down(64, 32, bias=False)
+
+    def split(self, rank, ranks):
+        features = slice(64 // ranks * rank, 64 // ranks * (rank + 1))
+        for parameter in (self.up.weight, self.up.bias):
+            parameter.data = parameter.data[features].clone()
+        self.down.weight.data = self.down.weight.data[:, features].clone()
+        self.down.adds_up = True
+
+    def forward(self, x):
+        hidden = Sum.apply(self.norm(x), False, self.down.adds_up)
+        return x + self.down(self.up(hidden).relu())
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(64, 32)
+        self.layers = nn.ModuleList(MLP() for _ in range(3))
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def train(model, directory, noise=0):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens = torch.randint(64, (8, 17), generator=torch.Generator().manual_seed(0))
+    with record(directory, model, noise=noise) as recording:
+        for _ in range(2):
+            optimizer.zero_grad()
+            logits = model(tokens[:, :-1])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            recording.see("loss", loss)
+            loss.backward()
+            optimizer.step()
+
+
+def split_model(rank, ranks):
+    model = Model()
+    for layer in model.layers:
+        layer.split(rank, ranks)
+    model.get_submodule(PLANTED).adds_up = False
+    return model
+
+
+def demo(rank, ranks, folder, is_idea):
+    """Return 0 on rank 0 if the planted mistake is found there, and on other ranks."""
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    model = split_model(rank, ranks)
+    if is_idea:
+        tokens = torch.randint(64, (8, 17), generator=torch.Generator().manual_seed(0))
+        mine = outputs_of(model, lambda: model(tokens))
+        everyone = [None] * ranks
+        dist.all_gather_object(everyone, mine)
+    else:
+        train(model, f"{folder}/ranks")
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank:
+        return 0
+    print(
+        f"compare{' idea' * is_idea} · {ranks} ranks · cpu/gloo · {PLANTED} forgets its all-reduce"
+    )
+    plain = Model()
+    if is_idea:
+        one = outputs_of(plain, lambda: plain(tokens))
+        name, words = first_difference(one, everyone)
+        lines = [f"> {name}: {words}"]
+    else:
+        train(plain, f"{folder}/one")
+        train(Model(), f"{folder}/noise", noise=1)
+        grid = {"tp": ranks}
+        comparison = compare(f"{folder}/one", f"{folder}/ranks", grid, f"{folder}/noise")
+        name = comparison.origin.name
+        lines = report(comparison)
+    print("\n".join(lines))
+    print(f"planted     {PLANTED}{'' if name == PLANTED else ', NOT'} found")
+    return 0 if name == PLANTED else 1
+
+
+def spawned(rank, ranks, folder, is_idea):
+    if demo(rank, ranks, folder, is_idea):
+        sys.exit(1)
+
+
+def main():
+    if not set(sys.argv[1:]) <= {"--idea"}:
+        return compare_directories()
+    is_idea = "--idea" in sys.argv
+    if "RANK" not in os.environ:  # without torchrun
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(spawned, (2, folder, is_idea), nprocs=2)
+        return 0
+    rank = int(os.environ["RANK"])
+    ranks = int(os.environ["WORLD_SIZE"])
+    folder = Path(tempfile.gettempdir()) / f"compare-{os.environ['MASTER_PORT']}-{os.getppid()}"
+    folder.mkdir(exist_ok=True)
+    return demo(rank, ranks, folder, is_idea)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
