@@ -456,7 +456,7 @@ def without_replicas(parts, axes, whole):
         pairs = [(group[0], tensor) for group in groups.values() for tensor in group[1:]]
         # Slices of a vector of ones are equal, too.
         is_constant = first.numel() and bool((first == first.flatten()[0]).all())
-        is_whole = first.shape == whole.shape
+        is_whole = first.shape == whole.shape and whole.numel() > 1
         if (is_whole or (pairs and not is_constant)) and all(torch.equal(a, b) for a, b in pairs):
             parts = {rest: group[0] for rest, group in groups.items()}
             del axes[axis]
@@ -510,6 +510,7 @@ class Problem:
     unit: float
     size: float  # of what an error is a part of: for a value, the size of its update
     factor: float = None  # of activations' gradients, or None if not known
+    may_be_permuted: bool = True
 
     def fits(self):
         """Yield a Fit for each way to join the parts, and one for each scale that fits better."""
@@ -573,7 +574,7 @@ class Problem:
         if not fits:
             return None
         best = min(fits, key=self.rank_of)
-        if best.error > LIMIT and self.whole.dim():
+        if best.error > LIMIT and self.may_be_permuted:
             best = min([best, *self.orders(fits)], key=self.rank_of)
         return best
 
@@ -673,6 +674,7 @@ class Comparison:
         self.places = list(itertools.product(*map(range, axes.values())))  # of ranks on the grid
         self.starts = {}  # {name of a parameter: its layout}
         self.values = {}  # {name of a parameter: key of its last value}
+        self.loose = {}  # {name of a parameter: where its gradient has been only rounding}
         self.factors = {}  # {step: Result that says by what the activations' gradients are scaled}
         self.flips = []  # tensors of which rounding changes a few rows altogether
         floats = [
@@ -763,31 +765,50 @@ class Comparison:
 
     def problem(self, key, whole, parts, noises, axes):
         step, kind, name = key
+        before = self.values.get(name) if kind == "value" else None
+        before = before and self.one["tensors"][before][0].double()
         eps = max(torch.finfo(t.dtype).eps for t in (whole, *parts.values()))
-        whole, *noises = (as_rows(tensor.double(), parts.values()) for tensor in (whole, *noises))
-        parts = {place: as_rows(tensor.double(), [whole]) for place, tensor in parts.items()}
-        size = norm(whole)
-        unit = eps * size
-        if kind in ("start", "value"):
-            # Most numbers are rounded as on one device. One of them may be rounded otherwise.
-            largest = whole.abs().max().item() if whole.numel() else 0.0
-            unit = eps * largest
-        if kind == "value" and name in self.values:
-            before = self.one["tensors"][self.values[name]][0].double()
-            size = norm(whole - before)
-            unit += eps * size
+        whole, *noises = (tensor.double() for tensor in (whole, *noises))
+        size = norm(whole) if before is None else norm(whole - before)
+        unit = self.noise_of(key, whole, noises) + eps * size * (kind != "start")
+        if kind in ("start", "value") and whole.numel():
+            unit += eps * whole.abs().max().item()  # one number may be rounded otherwise
         if whole.numel() < FEW:
             unit += self.coarsest * size / 8
+        if before is not None:
+            unit += self.loose_part(step, name, whole - before)
+        factor = self.factors.get(step) if kind == "backward" else None
+        scale = factor.scale if factor and whole.numel() > 1 else None
+        rows = as_rows(whole, parts.values())
+        parts = {place: as_rows(tensor.double(), [rows]) for place, tensor in parts.items()}
+        is_permuted = "all" in self.starts.get(name, {})
+        may_be = whole.dim() > 0 and (kind in ("start", "forward", "backward") or is_permuted)
+        return Problem(kind, rows, parts, axes, unit or 1e-300, size, scale, may_be)
+
+    def noise_of(self, key, whole, noises):
+        """Return how far the noise runs have moved a tensor."""
         moved = [noise for noise in noises if noise.shape == whole.shape]
         distances = [difference(noise, whole) for noise in moved]
-        if kind == "forward" and (
-            len(moved) < len(noises) or any(is_flip(each, whole) for each in distances)
-        ):
-            self.flips.append(key)
-        unit += max(map(norm, distances), default=0.0)
-        factor = self.factors.get(step) if kind == "backward" else None
-        scale = factor.scale if factor and whole.dim() else None
-        return Problem(kind, whole, parts, axes, unit or 1e-300, size, scale)
+        if key[1] == "forward":
+            is_lost = len(moved) < len(noises)
+            if is_lost or any(is_flip(distance, whole) for distance in distances):
+                self.flips.append(key)
+        return max(map(norm, distances), default=0.0)
+
+    def loose_part(self, step, name, update):
+        """Return the size of the update where the gradient is nothing but rounding.
+
+        Adam takes a whole step in the direction of its sign. It does so in later steps, too.
+        """
+        key = (step, "gradient", name)
+        if key not in self.one["tensors"]:
+            return 0.0
+        gradient, *noises = (page["tensors"][key][0].double() for page in [self.one, *self.noises])
+        eps = max(self.coarsest / 8, torch.finfo(self.one["tensors"][key][0].dtype).eps)
+        noise = self.noise_of(key, gradient, noises) + eps * norm(gradient)
+        is_loose = gradient.abs() <= 2 * noise / math.sqrt(gradient.numel())
+        self.loose[name] = is_loose | self.loose.get(name, False)
+        return 2 * norm(update[self.loose[name]]) / LIMIT  # a wrong sign is twice the update
 
     def judge(self, result, problem, fit):
         """Say what state the tensor is in, and why if it is wrong."""
@@ -806,8 +827,6 @@ class Comparison:
             is_wrong = problem.exact(fit.scale * 1.01) != fit.scale
         if result.kind == "gradient" and not is_wrong:
             is_wrong = fit.scale != 1.0
-        if result.kind in ("gradient", "value") and "all" in fit.layout:
-            is_wrong |= "all" not in self.starts.get(result.name, {})
         is_mean_of_numbers = problem.whole.numel() == 1 and "sum" not in ways
         if is_wrong:
             result.state = "wrong"
@@ -826,8 +845,6 @@ class Comparison:
         bad = [place for place, tensor in problem.parts.items() if tensor.isnan().any()]
         if bad:
             return f"NaN on {self.ranks_at(bad)}"
-        if fit.error <= LIMIT and "all" in fit.layout:
-            return f"{unfinished_as_words(fit.layout)}, which it was not in at the start"
         if fit.error <= LIMIT:
             return self.scale_as_words(fit.scale / (problem.factor or 1.0))
         if self.are_the_same(problem, fit):
@@ -912,9 +929,12 @@ class Comparison:
             "forward": self.of(step, kind, parents.get((step, name), ())),
             "backward": self.of(step, kind, children),
             "gradient": self.of(step, "backward", [owner]),
-            "value": self.of(step, "gradient", [name]) + self.of(step, "backward", [owner]),
+            "value": self.of(step, "gradient", [name]),
         }
-        found = (each for each in sources[kind] if each.key != result.key)
+        found = [each for each in sources[kind] if each.key != result.key]
+        if kind == "gradient" and result.state == "unfinished":
+            # Each rank's part of a sum is right, unless its own source was to be added up.
+            found = [each for each in found if each.layout == result.layout]
         return next((each for each in found if each.state == "unfinished"), None)
 
     def loss_before(self, result):
@@ -1071,8 +1091,8 @@ def check_is_explained(comparison):
     random = sorted({part for page in comparison.ranks for part in page["random"]})
     if random:
         raise CannotCompare(
-            f"ranks draw other numbers, or drop other tokens, than one device. Set dropout to 0 and "
-            f"the capacity to None: {random[:3]}. The first difference is in {where}"
+            f"ranks draw other numbers, or drop other tokens, than one device. Set dropout to 0, "
+            f"and a capacity to None: {random[:3]}. The first difference: {where}"
         )
     if not comparison.noises:
         raise CannotCompare(

@@ -568,17 +568,24 @@ class SkipsAStep(DataParallel):
             super().update()
 
 
+class WithLargeSteps(OneDevice):
+    def make_optimizer(self):
+        return torch.optim.AdamW(self.model.parameters(), lr=0.1)
+
+
 class StaleWeights(DataParallel):
     """Rank 1 computes with the weights before the step."""
 
-    origin = "forward", "blocks.0.attention.proj"
+    one = WithLargeSteps
+    make_optimizer = WithLargeSteps.make_optimizer
+    origin = "forward", "head"
 
     def update(self):
-        weight = self.net.blocks[0].attention.proj.weight
+        weight = self.net.head.weight
         before = weight.detach().clone()
         super().update()
         if self.rank:
-            torch._foreach_copy_([weight.data], [before])
+            weight.data.copy_(before)
 
 
 class OtherStart(DataParallel):
@@ -663,9 +670,7 @@ class UpdatesTwice(DataParallel):
         super().update()
 
 
-class AveragesParametersToo(DDPWithSGD):
-    """Rank 1 uses another momentum, and the ranks average their weights."""
-
+class Nesterov(DDPWithSGD):
     origin = "value", ".*"
 
     def make_optimizer(self):
@@ -680,18 +685,18 @@ class EpsOfNorm(OurDDP):
         super().set_up()
 
 
-class GELUByTanh(OurDDP):
+class ScalesALayer(OurDDP):
     origin = "forward", r"blocks.1.mlp.inner"
 
     def set_up(self):
-        self.net.blocks[1].mlp.inner.forward = lambda x: x * 1.05
+        self.net.blocks[1].mlp.inner.forward = lambda x: x * 1.5
         super().set_up()
 
 
 class ForgetsAShard(Zero1):
     """What the other ranks updated is not fetched."""
 
-    origin = "forward", "head"
+    origin = "forward|backward", "head|norm"
 
     def update(self):
         before = self.net.head.weight.detach().clone()

@@ -47,7 +47,7 @@ def compared_runs(run_class, precision, folder):
     return pool.run(ranks, body, run_class.__name__, precision, folder)[0]
 
 
-@pytest.mark.parametrize("precision", compared.PRECISIONS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("run_class", RIGHT, ids=lambda run: run.__name__)
 def test_right_runs_agree(run_class, precision, tmp_path):
     found = compared_runs(run_class, precision, tmp_path)
@@ -56,8 +56,11 @@ def test_right_runs_agree(run_class, precision, tmp_path):
     assert origin is None, "\n".join(lines)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16"])
-@pytest.mark.parametrize("run_class", WRONG, ids=lambda run: run.__name__)
+@pytest.mark.parametrize(
+    ("run_class", "precision"),
+    [(run, ["fp32", "fp64", "bf16"][number % 3]) for number, run in enumerate(WRONG)],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_the_origin_of_a_mistake_is_named(run_class, precision, tmp_path):
     found = compared_runs(run_class, precision, tmp_path)
     assert not isinstance(found, compare.CannotCompare), found
