@@ -3,10 +3,11 @@
     onefile-parallel run NAME [-n RANKS] [FLAGS]       train with a technique, under torchrun
     onefile-parallel check --KIND FILE.py:NAME [...]   does an implementation hold the claims?
     onefile-parallel learn [LESSON [--check]]          write one yourself
+    onefile-parallel compare ONE MANY [FLAGS]          where a run on ranks leaves one device
     onefile-parallel estimate [FLAGS]                  memory, traffic and time on paper
 
 `run` alone lists the techniques, and `check` alone the kinds of implementations. Each command has
---help. The exit status is that of the demo, or 0 if no claim is wrong.
+--help. The exit status is that of the demo, or 0 if no claim is wrong, or if the runs agree.
 """
 
 import ast
@@ -88,6 +89,10 @@ def learn(arguments):
     return call([str(ROOT / "tests" / "learn" / "__main__.py"), *arguments], environment)
 
 
+def compare(arguments):
+    return call([str(ROOT / "compare.py"), *arguments])
+
+
 def estimate(arguments):
     return call([str(ROOT / "estimate.py"), *arguments])
 
@@ -102,7 +107,13 @@ def call(arguments, environment=None, cwd=None):
             continue
 
 
-COMMANDS = {"run": run, "check": check, "learn": learn, "estimate": estimate}
+COMMANDS = {
+    "run": run,
+    "check": check,
+    "learn": learn,
+    "compare": compare,
+    "estimate": estimate,
+}
 
 if __name__ == "__main__":
     sys.exit(main())
