@@ -21,6 +21,7 @@ MINIMAL = {  # where it is neither of these, our class or function
     "lora": "section_one:inject_lora",
     "activation-checkpoint": "section_one:checkpoint",
     "attention": "section_one:attention",
+    "linear-cross-entropy": "section_one:cross_entropy",
     "all-reduce": "collectives:naive_all_reduce",
     "ring-attention": "context_parallel:naive_ring_attention",
     "muon": "section_one:Muon",
@@ -44,13 +45,13 @@ def test_a_skeleton_is_wrong_and_our_minimal_version_is_right(name):
     assert {claim: v for claim, v in verdicts.items() if v.outcome != "holds"} == {}
 
 
-# They put together what the lessons before have made.
+# They put together what the other lessons make, so a lesson is not needed.
 BETWEEN_CLASSES = {"clip-grad-norm", "train-step", "checkpoint", "moe-mesh"}
 
 
 @pytest.mark.cpu
 def test_each_kind_is_a_lesson_whose_claims_exist_and_have_hints():
-    assert LESSONS.keys() == KINDS.keys() - BETWEEN_CLASSES
+    assert KINDS.keys() - BETWEEN_CLASSES <= LESSONS.keys() <= KINDS.keys()
     for name, lesson in LESSONS.items():
         assert set(lesson.claims.split()) <= set(names_of_claims(name))
         assert set(lesson.claims.split()) <= HINTS.keys()

@@ -101,6 +101,11 @@ LESSONS = {  # in the order in which to read
         "flash_attention.py, section 1: online_attention",
         "as_dense causal scale large_scores",
     ),
+    "linear-cross-entropy": Lesson(
+        "my_linear_cross_entropy",
+        "linear_cross_entropy.py, section 1: NaiveLinearCrossEntropy",
+        "as_plain large_logits",
+    ),
     "ring-attention": Lesson(
         "my_ring_attention",
         "context_parallel.py, section 1: naive_ring_attention",
@@ -123,6 +128,16 @@ LESSONS = {  # in the order in which to read
         "MyDiLoCo",
         "diloco.py, section 1: outer_step",
         "outer_step inner_state tied odd_shapes replicas",
+    ),
+    "train-step": Lesson(
+        "my_train_step",
+        "ddp.py, section 1: all_reduce_gradients; docs/training_loops.md has the lines",
+        "equal_tokens adamw unequal_tokens a_rank_without_tokens accumulation",
+    ),
+    "clip-grad-norm": Lesson(
+        "my_clip_grad_norm",
+        "tensor_parallel.py: clip_grad_norm_",
+        "tensor_ranks data_parallel_ranks stages tied no_gradients",
     ),
 }
 
@@ -187,4 +202,13 @@ HINTS = {  # {claim: what to look at if it does not hold}
     "small_gradients": "Muon's update has the same size whatever the gradient's.",
     "outer_step": "Δ is outer - own, and its mean over workers goes into SGD as the gradient.",
     "inner_state": "The inner optimizer keeps its moments through an outer step.",
+    "as_plain": "Divide by the number of tokens whose target is not -100.",
+    "equal_tokens": "Every rank must end with the sum of all ranks' gradients, divided once.",
+    "unequal_tokens": "Divide by the number of tokens of all ranks, not of this rank.",
+    "a_rank_without_tokens": "A rank without tokens adds zeros, but it takes part.",
+    "accumulation": "Count the tokens of all micro-batches before the first backward.",
+    "tensor_ranks": "Add up the squares of what is split over tp. Count the rest on one rank.",
+    "data_parallel_ranks": "Data-parallel ranks hold the same gradients: do not add them up.",
+    "stages": "Stages hold other layers: add up their squares.",
+    "no_gradients": "The norm is 0, and every rank takes part in the all-reduce.",
 }
