@@ -1,12 +1,16 @@
 """Implementations of PyTorch, peft and torchft, in the form in which tests/claims call a kind."""
 
+import pickle
+from pathlib import Path
 from types import SimpleNamespace
 
 import environment
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
+from claims.meshes import in_whole
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -162,6 +166,48 @@ def clip_grad_norm(model, max_norm, mesh, norm_type=2.0):
         norm = norm ** (1 / norm_type)
     clip_grads_with_norm_(model.parameters(), max_norm, norm)
     return norm
+
+
+class Checkpoint:
+    """DCP's, each in a folder of its own: the latest one that is complete counts."""
+
+    @staticmethod
+    def tensors(model, optimizer, mesh):
+        names = tuple(name for name in mesh.mesh_dim_names if name != "pp")
+        found = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            whole = torch.empty(parameter.whole, device="meta")
+            size = {"shape": whole.shape, "stride": whole.stride()}
+            for kind, tensor in {"weight": parameter.data, **optimizer.state[parameter]}.items():
+                key = f"{kind}/{in_whole(model, name)}"
+                found[key] = tensor
+                if names and tensor.dim():
+                    placements = placements_of(parameter, mesh[names])
+                    found[key] = DTensor.from_local(tensor, mesh[names], placements, **size)
+        return found
+
+    @staticmethod
+    def folders(directory):
+        """Return the names of complete ones. The metadata are written last."""
+        found = Path(directory).glob("*/.metadata")
+        return sorted(path.parent.name for path in found)
+
+    @classmethod
+    def save(cls, directory, model, optimizer, extra, mesh):
+        tensors = cls.tensors(model, optimizer, mesh)
+        options = [{**group, "params": None} for group in optimizer.param_groups]
+        number = len(cls.folders(directory))
+        rest = pickle.dumps((options, extra))
+        dcp.save({**tensors, "extra": rest}, checkpoint_id=Path(directory, str(number)))
+
+    @classmethod
+    def load(cls, directory, model, optimizer, mesh):
+        state = {**cls.tensors(model, optimizer, mesh), "extra": b""}
+        dcp.load(state, checkpoint_id=Path(directory, cls.folders(directory)[-1]))
+        options, extra = pickle.loads(state["extra"])
+        for group, saved in zip(optimizer.param_groups, options, strict=True):
+            group.update({**saved, "params": group["params"]})
+        return extra
 
 
 def inject_lora(model, r, lora_alpha, target_modules):

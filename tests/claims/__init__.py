@@ -17,6 +17,7 @@ FILES = [  # in the order of the README's table
     "tp_block",
     "clip_grad_norm",
     "train_step",
+    "checkpoint",
     "linear_cross_entropy",
     "pipeline",
     "amp",

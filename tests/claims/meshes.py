@@ -16,8 +16,9 @@ MODEL = """
 `mesh` is a DeviceMesh of some of the dimensions "dp", "fsdp", "pp", "ep" and "tp". `model` is
 this rank's stage: it has `layers`, of which the first is number `model.first` of the whole model;
 the first stage has `embedding`, and the last has `head`. Its parameters are this rank's shards,
-and they have two attributes:
+and they have three attributes:
 
+    whole    the shape of the whole parameter
     split    {a dimension of the mesh: the dimension of the tensor that it cuts by torch.chunk}
     stages   the ranks along "pp" that have the parameter. A tied one is on the first and the last
 
@@ -82,6 +83,7 @@ def build(mesh, whole, tied=False):
         made = nn.Parameter(shard(whole[name], split, mesh))
         made.split = {dim: cut for dim, cut in split.items() if dim in mesh.mesh_dim_names}
         made.stages = stages
+        made.whole = whole[name].shape
         return made
 
     model = nn.Module()
