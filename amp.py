@@ -133,6 +133,8 @@ class GradScaler:
         enabled=True,
         process_group=None,
     ):
+        if enabled:
+            check_factors(growth_factor, backoff_factor, init_scale)
         self._state = {  # PyTorch's state dict
             "scale": 1.0,  # update() below sets it to init_scale, unless disabled
             "growth_factor": growth_factor,
@@ -309,10 +311,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             torch._foreach_copy_(copies, gradients)  # few kernels for all weights
         self.scaler.unscale_(self.optimizer)
 
-    def clip_grad_norm_(self, max_norm):
+    def clip_grad_norm_(self, max_norm, norm_type=2.0):
         """Scale the gradients down to a total norm of `max_norm`; return the norm they had."""
         self.unscale_()
-        return nn.utils.clip_grad_norm_(self._masters, max_norm)
+        return nn.utils.clip_grad_norm_(self._masters, max_norm, norm_type)
 
     def step(self, closure=None):
         """Update the masters, unless a gradient is inf or NaN, and round them into the model."""
@@ -492,6 +494,13 @@ PROMOTE = set(PROMOTE.split())
 
 # --------------------------------------------------------------------------------------------------
 # 5. The library: checks.
+
+
+def check_factors(growth_factor, backoff_factor, init_scale):
+    if not (growth_factor > 1.0 and backoff_factor < 1.0 and 0.0 < init_scale < torch.inf):
+        raise AssertionError(  # as in PyTorch
+            f"{growth_factor=} must be > 1.0, {backoff_factor=} < 1.0, and {init_scale=} positive"
+        )
 
 
 def check_unscale(scaler, optimizer):

@@ -393,6 +393,9 @@ def check_trained(diloco):
 
 def problem_of(module, optimizers, members, sync_every, num_fragments, delay, mix, compress, **_):
     """Return what is wrong with these arguments of DiLoCo, or None. `members` are ranks."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if tensor.layout != torch.strided:
+            return f"{name} is sparse: make it dense"
     if min(sync_every, num_fragments) < 1 or sync_every % num_fragments:
         return f"{sync_every=} must be a positive multiple of {num_fragments=}"
     if not 0 <= delay < sync_every:

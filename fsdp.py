@@ -617,6 +617,7 @@ def fully_shard(
         axes, reshard_after_forward, mp_policy, offload_policy is not None, divide_factor
     )
     check_module(module, mp_policy.param_dtype)
+    check_kept_views(module)
     unit = Unit(make_groups(module, settings), settings)
     Schedule([unit, *units_of(module)])  # replaces those of inner units
     module.register_forward_pre_hook(unit.pre_forward, prepend=True, with_kwargs=True)
@@ -815,6 +816,26 @@ def check_same_on_grid(facts, axes):
         raise found
 
 
+def check_kept_views(module):
+    """Raise ValueError if a module keeps a view of a parameter: it would never see an update."""
+    places = set(map(place_of, module.parameters()))
+    for path, child in module.named_modules():
+        for name, kept in vars(child).items():
+            views = [x for x in tree_leaves(kept) if type(x) is torch.Tensor]
+            is_view = places.intersection(map(place_of, views)) - {None}
+            if is_view and name != "_buffers":
+                raise ValueError(
+                    f"{path}.{name} is a view of a parameter, which would not see its updates: "
+                    "make it in forward"
+                )
+
+
+def place_of(tensor):
+    """Return the address of the tensor's memory, or None: sparse tensors and others have none."""
+    is_plain = type(tensor) in (nn.Parameter, torch.Tensor) and tensor.layout == torch.strided
+    return tensor.untyped_storage().data_ptr() or None if is_plain else None
+
+
 def check_same_on_all_ranks(what, facts, process_group=None):
     """Raise ValueError on all ranks of the group unless they give the same `facts`, in order.
 
@@ -936,8 +957,10 @@ def name_of(parameter):
 
 
 # Methods of a shard that would give something else than those of the whole parameter. nn.init
-# calls the last four. The shard stays an nn.Parameter, because torch.optim is slower with others.
-NEED_THE_WHOLE = "sum mean norm std var max min expand_as view_as normal_ uniform_ bernoulli_"
+# calls view_as and the last three. The shard stays an nn.Parameter, because torch.optim is slower
+# with others.
+NEED_THE_WHOLE = """sum mean norm std var max min expand_as view_as random_ exponential_ cauchy_
+    log_normal_ geometric_ normal_ uniform_ bernoulli_"""
 
 
 def watch_leaves(parameter, original):

@@ -488,8 +488,14 @@ def clip_grad_norm_(optimizer, max_norm, norm_type=2.0):
     Call it before step(). It sends the gradients to the owners once more. All ranks multiply their
     own gradients by the same factor, and so their mean.
     """
-    if isinstance(optimizer, ShardedMuon):
-        raise ValueError("ShardedMuon gets mean gradients: use clip_grad_norm_ of fsdp.py")
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type}: give a positive number, or inf")
+    if not isinstance(optimizer, Muon) or isinstance(optimizer, ShardedMuon):
+        raise ValueError(
+            f"{type(optimizer).__name__} gets mean gradients: use clip_grad_norm_ of fsdp.py if "
+            "they are sharded, and otherwise PyTorch's"
+        )
     dtypes = {parameter.dtype for parameter in optimizer._options}
     dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
     parts = optimizer._send_to_owners(optimizer._find_used())

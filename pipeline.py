@@ -779,6 +779,12 @@ def check_grad_mode(group, device):
 def check_batch(name, tensors, number):
     shapes = [tuple(tensor.shape) for tensor in tensors]
     found = [len(tensor.chunk(number)) for tensor in tensors]
+    if name == "targets" and torch.is_grad_enabled() and any(x.grad_fn for x in tensors):
+        raise ValueError(
+            "targets have a graph, which the backward of one micro-batch would free: detach() "
+            "them. If they need gradients, call requires_grad_() on that, and go back from its "
+            ".grad after step()"
+        )
     if len({shape[:1] for shape in shapes}) != 1 or found[0] != number:
         raise ValueError(
             f"torch.chunk splits {name} of shapes {shapes} into {found} micro-batches, not "

@@ -479,7 +479,8 @@ def vocab_parallel_cross_entropy(
 @torch.no_grad()
 def clip_grad_norm_(module, max_norm, process_group=None, norm_type=2.0):
     """Clip by the norm of the whole model's gradients, and return it. All ranks call this."""
-    if norm_type <= 0:
+    norm_type = float(norm_type)
+    if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type}: use a positive number, or inf")
     of_layers = {getattr(layer, own_name) for _, layer, own_name in split_parameters(module)}
     device = next((parameter.device for parameter in module.parameters()), None)

@@ -969,6 +969,7 @@ def check_arguments(optimizer, optimizer_class, lists):
                 f"{name or 'module'} has max_norm={child.max_norm}, so forward writes to the "
                 "weight, to other rows on each rank; scale the rows that forward returns instead"
             )
+    check_kept_views(module)
     tensors = [*module.named_parameters(), *module.named_buffers()]
     for name, x in tensors:
         if x.layout != torch.strided:
@@ -986,6 +987,26 @@ def check_arguments(optimizer, optimizer_class, lists):
             "params must be in the module, without those of which ranks of process_group hold "
             "different values, such as experts"
         )
+
+
+def check_kept_views(module):
+    """Raise ValueError if a module keeps a view of a parameter: it would never see an update."""
+    places = set(map(place_of, module.parameters()))
+    for path, child in module.named_modules():
+        for name, kept in vars(child).items():
+            views = [x for x in tree_leaves(kept) if type(x) is torch.Tensor]
+            is_view = places.intersection(map(place_of, views)) - {None}
+            if is_view and name != "_buffers":
+                raise ValueError(
+                    f"{path}.{name} is a view of a parameter, which would not see its updates: "
+                    "make it in forward"
+                )
+
+
+def place_of(tensor):
+    """Return the address of the tensor's memory, or None: sparse tensors and others have none."""
+    is_plain = type(tensor) in (nn.Parameter, torch.Tensor) and tensor.layout == torch.strided
+    return tensor.untyped_storage().data_ptr() or None if is_plain else None
 
 
 def check_same_on_all_ranks(what, facts, process_group=None):

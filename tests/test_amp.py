@@ -110,6 +110,18 @@ def test_weights_and_scales_are_bitwise_those_of_pytorchs_scaler(options):
     assert histories[0] == histories[1]
 
 
+@pytest.mark.parametrize("wrong", [{"growth_factor": 1.0}, {"backoff_factor": 1.0}], ids=str)
+@pytest.mark.parametrize("scaler_class", [amp.GradScaler, torch.amp.GradScaler])
+def test_factors_that_would_not_adapt_the_scale_are_an_error(scaler_class, wrong):
+    with pytest.raises(AssertionError, match="factor"):
+        scaler_class("cpu", **wrong)
+
+
+def test_an_initial_scale_of_nan_is_an_error():
+    with pytest.raises(AssertionError, match="init_scale=nan"):
+        amp.GradScaler(init_scale=NAN)
+
+
 @pytest.mark.parametrize("name", ["growth_factor", "backoff_factor", "growth_interval"])
 def test_settings_are_read_and_changed_as_pytorchs(name):
     scales = []

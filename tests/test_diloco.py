@@ -318,6 +318,12 @@ def expanded():
     make_worker(module)
 
 
+def sparse():
+    module = make_model("plain")
+    module.register_buffer("mask", torch.eye(3).to_sparse_csr())
+    make_worker(module)
+
+
 OF_WORKER_1 = {
     "3 fragments in 4 steps": (
         partial(other_option, "num_fragments", 3),
@@ -329,6 +335,7 @@ OF_WORKER_1 = {
     "another mix": (partial(other_option, "mix", 0.4), "must have the same .*'mix': 0.4"),
     "parameters of another model": (other_optimizer, "rank 1 has .*an optimizer"),
     "an expanded parameter": (expanded, "clone"),
+    "a sparse buffer": (sparse, "mask is sparse"),
     "a split layer": (split_layer, r"ranks \[0, 1\]"),
 }
 

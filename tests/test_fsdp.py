@@ -786,6 +786,11 @@ def initialized_after_sharding(unit):
     nn.init.xavier_normal_(unit.weight)
 
 
+def random_numbers_in_a_shard(unit):
+    with torch.no_grad():
+        unit.weight.exponential_()
+
+
 def norm_of_a_shard(unit):
     with torch.no_grad():
         unit.weight.norm()
@@ -816,6 +821,12 @@ def view_of_a_parameter(_):
     view = layer.weight.T
     fully_shard(layer)
     (make_batch(0, 0) @ view).sum().backward()
+
+
+def view_that_a_module_keeps(_):
+    layer = nn.Linear(6, 6)
+    layer.kept = {"weight": layer.weight.data}
+    fully_shard(layer)
 
 
 def optimizer_made_before(_):
@@ -906,10 +917,12 @@ WRONG = {
     embedding_with_max_norm: r"1 \(EmbeddingBag\) has max_norm",
     batch_norm_in_bf16: r"1 \(BatchNorm1d\) has running statistics of torch.float32",
     initialized_after_sharding: "weight is a shard.* before fully_shard",
+    random_numbers_in_a_shard: "weight is a shard",
     norm_of_a_shard: "weight is a shard",
     penalty_on_a_shard: "weight is a shard",
     parameter_in_a_list: "replaced by fully_shard",
     view_of_a_parameter: "weight is a shard",
+    view_that_a_module_keeps: "kept is a view of a parameter",
     optimizer_made_before: "make the optimizer after",
     step_between_forward_and_backward: "changed between forward and backward",
     gradient_penalty: "create_graph=True",

@@ -212,6 +212,19 @@ def test_clipping_is_that_of_the_mean_gradient(norm_type):
         torch.testing.assert_close(mean, theirs.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("norm_type", [0, -1.0, math.nan])
+@pool.on(1)
+def test_a_norm_type_that_is_not_positive_is_an_error(norm_type):
+    with pytest.raises(ValueError, match="positive"):
+        muon.clip_grad_norm_(our_muon(matrices(WIDE)), 1.0, norm_type)
+
+
+@pool.on(1)
+def test_clipping_the_optimizer_of_the_other_parameters_names_the_function():
+    with pytest.raises(ValueError, match="SGD gets mean gradients"):
+        muon.clip_grad_norm_(torch.optim.SGD(matrices(WIDE), lr=0.1), 1.0)
+
+
 @pool.on(3)
 def test_clipping_when_only_one_rank_has_a_gradient():
     """Rank 2 has no matrix of its own."""

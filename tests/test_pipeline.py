@@ -550,6 +550,17 @@ def test_a_wrong_batch_or_loss_is_an_error(words):
         ours.step(*batch)
 
 
+@pool.on(1)
+def test_targets_with_a_graph_are_an_error_and_leaves_get_gradients():
+    ours = make_pipeline(nn.Linear(6, 6), "1f1b", F.mse_loss)
+    x, targets = make_batch(0, 8)
+    leaf = targets.requires_grad_()
+    ours.step(x, leaf)
+    assert leaf.grad.any()
+    with pytest.raises(ValueError, match="targets have a graph"):
+        ours.step(x, 2 * leaf)
+
+
 OTHER_SHAPES = {"one row": (1, 6), "the batch in dimension 1": (3, 8, 6), "four rows": (4, 6)}
 
 

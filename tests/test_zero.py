@@ -406,6 +406,29 @@ LAYOUTS = {
 }
 
 
+class Keeps(nn.Module):
+    """Keeps what `take` makes of its weight, and multiplies by it."""
+
+    def __init__(self, take):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.kept = take(self.layer.weight)
+
+
+@each_stage
+@pytest.mark.parametrize("how", ["transposed", "data", "in a dict"])
+@pool.on(2)
+def test_a_view_of_a_parameter_that_a_module_keeps_is_an_error(how, stage):
+    takes = {
+        "transposed": lambda weight: weight.T,
+        "data": lambda weight: weight.data,
+        "in a dict": lambda weight: {"first": [weight.detach()[0]]},
+    }
+    with pytest.raises(ValueError, match="kept is a view of a parameter"):
+        sgd(stage, Keeps(takes[how]))
+    sgd(stage, Keeps(lambda weight: [weight, weight.detach().clone()]))
+
+
 class AttributeDict(dict):
     """Such as those of easydict. Other attributes are a KeyError."""
 
