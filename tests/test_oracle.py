@@ -148,6 +148,14 @@ def test_claims_that_the_cause_does_not_explain_are_wrong(sums):
 
 
 @pytest.mark.cpu
+def test_a_mean_over_the_ranks_is_evidence():
+    spec = "wrong.moe:RouterNotAveraged"
+    verdict = judge("moe", "as_one_device", spec)
+    found = causes.find("moe", spec, {"as_one_device": verdict})
+    assert found.cause == "router_not_averaged"
+
+
+@pytest.mark.cpu
 def test_an_all_reduce_that_is_not_waited_for_is_seen(sums):
     found = find_cause(f"{sums}:NeverWaits", ["mean_gradient"])
     assert found.cause == "not_waited_for_divided"

@@ -13,6 +13,8 @@ from shared import loss_of, make_batch, make_model
 
 from claims.registry import add_kind, check, claim, precision, same, say_in_float64
 
+ALPHA_OVER_R = 16 / 4
+
 
 def make_lora(implementation, model):
     return implementation(model, r=4, lora_alpha=16, target_modules=["0", "2"])
@@ -52,8 +54,8 @@ def dense_equivalent(make):
     factors = [p.detach().clone().requires_grad_() for p in trained(model)]
     A0, B0, A2, B2 = factors
     dense = dict(plain.named_parameters())
-    dense["0.weight"] = dense["0.weight"].detach() + 16 / 4 * B0 @ A0
-    dense["2.weight"] = dense["2.weight"].detach() + 16 / 4 * B2 @ A2
+    dense["0.weight"] = dense["0.weight"].detach() + ALPHA_OVER_R * B0 @ A0
+    dense["2.weight"] = dense["2.weight"].detach() + ALPHA_OVER_R * B2 @ A2
     x = make_batch(0, 0, precision())
 
     output = model(x)

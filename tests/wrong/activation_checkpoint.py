@@ -75,4 +75,5 @@ MISTAKES = {
         "plain_checkpoint": "differs",
     },
 }
+CAUSES = {"activation-checkpoint": {"without_parameters": "parameters_without_gradients"}}
 RIGHT = {"activation-checkpoint": {"plain_checkpoint": ["differs"]}}

@@ -74,4 +74,11 @@ MISTAKES = {
         "whole_world": "all_reduces_apart",
     },
 }
+CAUSES = {
+    "all-reduce": {
+        "ring_off_by_one": "sums_of_some_ranks",
+        "forgets_the_strides": "strided_copy",
+        "whole_world": "whole_world",
+    },
+}
 RIGHT = {"all-reduce": {"plain_all_reduce": []}}

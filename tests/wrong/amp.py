@@ -34,3 +34,4 @@ MISTAKES = {
         "ForgetsItsCount": "resumed",
     },
 }
+CAUSES = {"grad-scaler": {"NeverUnscales": "never_unscaled"}}

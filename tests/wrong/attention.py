@@ -129,4 +129,10 @@ MISTAKES = {
         "plain_attention": "documents_are_independent",
     },
 }
+CAUSES = {
+    "attention": {
+        "shares_heads_in_turns": "heads_in_turns",
+        "merges_equal_ids": "equal_numbers_merged",
+    },
+}
 RIGHT = {"attention": {"plain_attention": ["no_matrix_is_kept", "documents_are_independent"]}}

@@ -152,4 +152,15 @@ MISTAKES = {
         "forgets_the_scale": "scale",
     },
 }
+CAUSES = {
+    "ring-attention": {
+        "mask_from_local_positions": "local_positions",
+        "forgets_the_scale_in_backward": "scale_missing_in_gradient_of_q",
+        "gradients_of_one_sharing_head": "gradient_of_one_sharing_head",
+    },
+    "ulysses-attention": {
+        "zigzag_not_undone": "order_of_ranks_before",
+        "forgets_the_scale": "scale_not_used",
+    },
+}
 RIGHT = {"ring-attention": {"gathered_attention": ["keeps_its_part"]}}

@@ -98,3 +98,12 @@ MISTAKES = {
         "ForgetsMessages": "resumed",
     },
 }
+CAUSES = {
+    "diloco": {
+        "MovesBackwards": "outer_step_backwards",
+        "ResetsTheInnerState": "inner_state_reset",
+        "MeanOfParameters": "mean_of_parameters",
+        "AllMomentaMove": "all_momenta_move",
+        "MixesTheOtherWay": "mixed_the_other_way",
+    },
+}

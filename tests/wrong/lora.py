@@ -29,3 +29,4 @@ MISTAKES = {
         "forgets_alpha_over_r": "dense_equivalent",
     },
 }
+CAUSES = {"lora": {"forgets_alpha_over_r": "alpha_over_r_forgotten"}}

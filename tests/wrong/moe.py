@@ -79,3 +79,11 @@ MISTAKES = {
         "NormOfThisRank": "whole_norm",
     },
 }
+CAUSES = {
+    "moe": {
+        "ExpertsNotDivided": "experts_times_n",
+        "NoRenormalisation": "not_renormalised",
+        "NoWeights": "not_weighted",
+        "RawAllToAll": "exchange_without_gradient",
+    },
+}

@@ -53,4 +53,11 @@ MISTAKES = {
     "column-linear": {"Column": "column"},
     "row-linear": {"AddsTheBiasOnEveryRank": "row", "SumsGradientsToo": "row"},
 }
+CAUSES = {
+    "column-linear": {"Column": "input_gradient_not_summed"},
+    "row-linear": {
+        "AddsTheBiasOnEveryRank": "bias_on_every_rank",
+        "SumsGradientsToo": "gradients_times_n",
+    },
+}
 RIGHT = {"row-linear": {"PlainRow": []}}

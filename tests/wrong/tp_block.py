@@ -69,4 +69,11 @@ MISTAKES = {
         "forgets_f": "block",
     },
 }
+CAUSES = {
+    "tp-block": {
+        "forgets_norms_inside": "norms_not_summed",
+        "adds_biases_on_every_rank": "biases_on_every_rank",
+        "forgets_f": "column_inputs_not_summed",
+    },
+}
 RIGHT = {}

@@ -101,4 +101,15 @@ MISTAKES = {
         "averages": "equal_tokens",
     },
 }
+CAUSES = {
+    "train-step": {
+        "own_count": "mean_of_ranks",
+        "mean_of_means": "mean_of_micro_batches",
+        "last_batch": "trainer_keeps_the_last",
+        "divides_by_micro_batches": "trainer_divides_by_micro_batches",
+        "schedules_micro_batches": "scheduler_counts_micro_batches",
+        "schedules_ranks": "scheduler_counts_ranks_first",
+        "averages": "trainer_averages",
+    },
+}
 RIGHT = {"train-step": {"plain": []}}

@@ -134,6 +134,23 @@ MISTAKES = {
         "AcceptsUnknownTokens": "unknown_tokens",
     },
 }
+CAUSES = {
+    "vocab-cross-entropy": {
+        "no_maximum": "overflows",
+        "own_maximum": "own_maximum",
+        "local_vocabulary": "local_vocabulary",
+        "megatrons_smoothing": "megatrons_smoothing",
+        "padding_counts": "padding_counts",
+        "ignored_count": "ignored_tokens_count",
+        "gradients_times_n": "gradients_times_n",
+        "divides_by_the_targets": "mean_of_nothing",
+    },
+    "vocab-embedding": {
+        "AddsFirstRows": "first_rows_added",
+        "SumsGradientsToo": "gradients_times_n",
+        "ForgetsPaddingIdx": "padding_idx_trains",
+    },
+}
 RIGHT = {
     "vocab-cross-entropy": {"plain": []},
     "vocab-embedding": {"PlainEmbedding": []},
