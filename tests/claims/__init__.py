@@ -28,6 +28,7 @@ FILES = [  # in the order of the README's table
     "context_parallel",
     "all_reduce",
     "moe",
+    "moe_mesh",
     "diloco",
     "muon",
 ]
