@@ -338,7 +338,7 @@ def record(directory, model, rename=None, state=None, noise=0):
 #    Micro-batches are one more axis. `order d` is a layout after which dimension d is permuted.
 
 
-def in_pieces(group, dim, pieces, backward=False):
+def in_pieces(group, dim, pieces, backward):
     """Join first pieces, then second pieces, and so on."""
     rows = [tensor.chunk(pieces, dim) for tensor in group]
     joined = []
@@ -348,52 +348,48 @@ def in_pieces(group, dim, pieces, backward=False):
     return torch.cat(joined, dim)
 
 
-def flatten(shape, padded, group):
-    """Join vectors, and cut off at most what fills up the ranks' parts."""
+def flatten(group, shape):
+    """Join vectors, and cut off what only fills up the last ones."""
     flat = torch.cat([tensor.reshape(-1) for tensor in group])
-    numel = math.prod(shape)
-    if not numel <= flat.numel() < numel + padded:
-        raise RuntimeError(f"{flat.numel()} numbers are not the {numel} of {shape}")
-    return flat[:numel].view(shape)
+    rest = flat.numel() - math.prod(shape)
+    if not 0 <= rest < max(len(group), group[0].numel()):
+        raise RuntimeError(f"{flat.numel()} numbers are not those of {shape}")
+    return flat[: math.prod(shape)].view(shape)
 
 
 def mean(group):
     return sum(group) / len(group)
 
 
+CUTS = [(1, False), (2, False), (3, False), (2, True)]  # pieces of each rank; second ones backward
+
+
 def ways_to_join(group, whole, kind, sizes):
     """Yield (how, function that joins the tensors along an axis). `sizes` of the other axes."""
-    first = group[0]
     shapes = {tensor.shape for tensor in group}
     if len(shapes) == 1:
         yield "same", operator.itemgetter(0)
-    if len(shapes) == 1 and len(group) > 1:
-        if kind not in ("start", "value"):
-            yield "sum", sum
+    if len(shapes) == 1 < len(group) and kind not in ("start", "value"):
+        yield "sum", sum
         if kind == "gradient" or whole.numel() == 1:
             yield "mean", mean
-    for dim in range(min(first.dim(), whole.dim())):
+    for dim in range(min(group[0].dim(), whole.dim())):
         # Parts may differ in this dimension alone.
-        if len({shape[:dim] + shape[dim + 1 :] for shape in shapes}) > 1:
+        others = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
+        lengths = [tensor.shape[dim] for tensor in group]
+        if len(others) > 1 or len(group) == 1 or sum(lengths) > whole.shape[dim]:
             continue
-        length = sum(tensor.shape[dim] for tensor in group)
-        if len(group) == 1 or length > whole.shape[dim]:
-            continue
-        yield f"cat {dim}", functools.partial(torch.cat, dim=dim)
-        for pieces in (2, 3):
-            if all(tensor.shape[dim] % pieces == 0 for tensor in group):
-                options = {"dim": dim, "pieces": pieces}
-                yield f"parts {dim}", functools.partial(in_pieces, **options)
-        if first.shape[dim] % 2 == 0:
-            options = {"dim": dim, "pieces": 2, "backward": True}
-            yield f"parts {dim}", functools.partial(in_pieces, **options)
+        for pieces, backward in CUTS:
+            if all(length % pieces == 0 for length in lengths):
+                how = "cat" if pieces == 1 else "parts"
+                options = {"dim": dim, "pieces": pieces, "backward": backward}
+                yield f"{how} {dim}", functools.partial(in_pieces, **options)
     if len(shapes) > 1:
         for index in range(len(group)):
             yield f"only {index}", operator.itemgetter(index)
     if kind in OF_PARAMETERS:
-        padded = max(len(group), first.numel())
         for shape in slices_of(whole.shape, sizes):
-            yield "flat", functools.partial(flatten, shape, padded)
+            yield "flat", functools.partial(flatten, shape=shape)
 
 
 def slices_of(shape, sizes):
@@ -450,14 +446,11 @@ def without_replicas(parts, axes, whole):
     """Drop the axes along which all ranks have the same bits: the common case, and a cheap one."""
     axes = dict(axes)
     for axis in list(axes):
-        number = list(axes).index(axis)
-        groups = groups_along(parts, number)
-        first = next(iter(groups.values()))[0]
-        pairs = [(group[0], tensor) for group in groups.values() for tensor in group[1:]]
-        # Slices of a vector of ones are equal, too.
-        is_constant = first.numel() and bool((first == first.flatten()[0]).all())
-        is_whole = first.shape == whole.shape and whole.numel() > 1
-        if (is_whole or (pairs and not is_constant)) and all(torch.equal(a, b) for a, b in pairs):
+        groups = groups_along(parts, list(axes).index(axis))
+        tensors = [tensor for group in groups.values() for tensor in group[1:]]
+        firsts = [group[0] for group in groups.values() for _ in group[1:]]
+        is_whole = all(group[0].shape == whole.shape for group in groups.values())
+        if whole.numel() > 1 and is_whole and all(map(torch.equal, firsts, tensors)):
             parts = {rest: group[0] for rest, group in groups.items()}
             del axes[axis]
     return parts, axes
@@ -484,10 +477,16 @@ FEW = 16  # numbers, of which noise may move none by chance
 
 
 def difference(a, b):
-    return (a - b).masked_fill_(a == b, 0.0)  # also of infinities, in masks
+    change = a - b
+    if not change.sum().isfinite():
+        change.masked_fill_(a == b, 0.0)  # infinities, in masks
+    return change
 
 
 def norm(tensor):
+    size = tensor.norm().item()
+    if math.isfinite(size):
+        return size
     return tensor.masked_fill(tensor.isinf(), 0.0).norm().item()
 
 
@@ -496,7 +495,7 @@ class Fit(NamedTuple):
     layout: dict  # {axis: how}
     scale: float = 1.0  # of the ranks' tensor, over the one device's
     tensor: torch.Tensor = None  # what the ranks' tensors make up
-    spread: float = 0.0  # between tensors that should be the same, in units
+    spread: float = 0.0  # between tensors that should be the same
 
 
 @dataclass
@@ -514,52 +513,34 @@ class Problem:
 
     def fits(self):
         """Yield a Fit for each way to join the parts, and one for each scale that fits better."""
-        parts, axes = without_replicas(self.parts, self.axes, self.whole)
-        has_fits = False
-        for fit in self.fits_of(parts, axes):
-            has_fits = True
-            yield fit
-        if not has_fits and axes != self.axes:  # ranks that should have slices have the same
-            yield from self.fits_of(self.parts, self.axes)
-
-    def fits_of(self, parts, axes):
-        for layout, tensor, spread in joins(parts, axes, self.whole, self.kind):
-            if tensor.shape == self.whole.shape:
-                named = {axis: layout.get(axis, "same") for axis in self.axes}
-                yield from self.scaled_fits(named, tensor, spread / self.unit)
-
-    def scaled_fits(self, layout, tensor, spread):
         factor = self.factor or 1.0
-        fit = Fit(self.error_of(tensor / factor, spread / factor), layout, factor, tensor, spread)
-        yield fit
-        if fit.error > LIMIT and self.kind in ("backward", "gradient"):
-            scale = self.scale_of(tensor)
-            if scale > 0:
-                error = self.error_of(tensor / scale, spread / scale)
-                yield Fit(error, layout, scale, tensor, spread)
+        parts, axes = without_replicas(self.parts, self.axes, self.whole)
+        for layout, tensor, spread in joins(parts, axes, self.whole, self.kind):
+            if tensor.shape != self.whole.shape:
+                continue
+            named = {axis: layout.get(axis, "same") for axis in self.axes}
+            fit = self.fit(named, tensor, spread, factor)
+            yield fit
+            scale = self.exact(self.scale_of(tensor))
+            if fit.error > LIMIT and self.kind in ("backward", "gradient") and scale > 0:
+                yield self.fit(named, tensor, spread, scale)
 
-    def error_of(self, tensor, spread=0.0):
-        error = norm(difference(tensor, self.whole)) / self.unit
-        return max(error, spread) if math.isfinite(error) else math.inf
+    def fit(self, layout, tensor, spread, scale):
+        error = norm(difference(tensor / scale, self.whole)) / self.unit
+        error = max(error, spread / scale / self.unit) if math.isfinite(error) else math.inf
+        return Fit(error, layout, scale, tensor, spread)
 
     def scale_of(self, tensor):
         """Return tensor / whole, in the direction of whole."""
         square = self.whole.square().sum()
-        scale = ((tensor * self.whole).sum() / square).item() if square else 0.0
-        return self.exact(scale)
+        return ((tensor * self.whole).sum() / square).item() if square else 0.0
 
     def exact(self, scale):
         """Return a product of the sizes of axes, or a power of 2, if `scale` is near one."""
-        sizes = [1.0]
-        for size in self.axes.values():
-            sizes += [each * size for each in sizes]
-        if scale > 0:
-            sizes.append(2.0 ** round(math.log2(scale)))
-        for size in sizes:
-            for exact in (size, 1 / size):
-                if abs(scale / exact - 1) < 0.02:
-                    return exact
-        return scale
+        sizes = [2.0 ** round(math.log2(scale))] if scale > 0 else []
+        for size in (1.0, *self.axes.values()):
+            sizes += [size, 1 / size, *(each * size for each in sizes)]
+        return next((size for size in sizes if abs(scale / size - 1) < 0.02), scale)
 
     def best_fit(self):
         """Return the best fit within rounding, or of all; None if none has the shape.
@@ -594,10 +575,9 @@ class Problem:
                 scales.add(self.exact(norm(fit.tensor) / self.size))
             for dim, scale in itertools.product(range(self.whole.dim()), scales):
                 if 1 < self.whole.shape[dim] <= 2048 and scale:
-                    tensor = reordered(fit.tensor / scale, self.whole, dim)
+                    tensor = scale * reordered(fit.tensor / scale, self.whole, dim)
                     layout = fit.layout | {"all": f"order {dim}"}
-                    error = self.error_of(tensor, fit.spread)
-                    yield Fit(error, layout, scale, tensor * scale, fit.spread)
+                    yield self.fit(layout, tensor, fit.spread, scale)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -666,10 +646,8 @@ def unfinished_as_words(layout):
 class Comparison:
     """`results`, one for each tensor of the one device, and `origin`: a Result, or None."""
 
-    def __init__(self, one, ranks, noises, axes):
-        self.one = one
-        self.ranks = ranks
-        self.noises = noises
+    def __init__(self, load, axes):
+        self.load = load  # function that opens the files of the one device, the ranks and the noise
         self.axes = axes
         self.places = list(itertools.product(*map(range, axes.values())))  # of ranks on the grid
         self.starts = {}  # {name of a parameter: its layout}
@@ -677,69 +655,59 @@ class Comparison:
         self.loose = {}  # {name of a parameter: where its gradient has been only rounding}
         self.factors = {}  # {step: Result that says by what the activations' gradients are scaled}
         self.flips = []  # tensors of which rounding changes a few rows altogether
-        floats = [
-            tensors[0].dtype for key, tensors in one["tensors"].items() if key[1] == "forward"
+        self.results = []
+        self.open_files()
+        tensors = self.one["tensors"].items()
+        epsilons = [
+            torch.finfo(calls[0].dtype).eps for key, calls in tensors if key[1] == "forward"
         ]
-        self.coarsest = max((torch.finfo(dtype).eps for dtype in floats), default=0.0)
-        # Backward computes the gradients of the last parameters first.
-        first = [key for key in one["tensors"] if key[1] != "gradient"]
-        last = [key for key in one["tensors"] if key[1] == "gradient"]
-        keys = sorted(first + last[::-1], key=lambda key: (key[0], KINDS.index(key[1])))
-        self.steps = [1 + max(key[0] for key in page["tensors"]) for page in (one, *ranks)]
-        self.results = [self.result_of(key) for key in keys]
+        self.coarsest = max(epsilons, default=0.0)
+        for key in self.keys():
+            self.results.append(self.result_of(key))
+            self.unread -= sum(tensor.nbytes for tensor in self.one["tensors"][key])
+            if self.unread < 0:
+                self.open_files()
         self.by_key = {result.key: result for result in self.results}
         self.origin = self.find_origin()
+
+    def open_files(self):
+        """Open them anew: what has been read of a file takes memory until it is closed."""
+        (self.one,), self.ranks, self.noises = self.load()
+        self.unread = 2**27  # bytes of one device
+
+    def keys(self):
+        """Return the keys in order of execution: gradients of the last parameters come first."""
+        numbers = {key: number for number, key in enumerate(self.one["tensors"])}
+        signs = {"gradient": -1}
+
+        def place(key):
+            return key[0], KINDS.index(key[1]), signs.get(key[1], 1) * numbers[key]
+
+        return sorted(numbers, key=place)
 
     def result_of(self, key):
         """Compare one tensor, or all that a module gave in a step, with what the ranks have."""
         step, kind, name = key
         result = Result(step, kind, name)
         found = [page["tensors"].get(key) for page in self.ranks]
-        found, idle = self.without_late_calls(key, found)
         parts = {place: calls for place, calls in zip(self.places, found, strict=True) if calls}
-        best = None  # (Problem, Fit)
+        pairs = []  # the worst (Problem, Fit) for each way to pair calls
         for problems in self.problems(key, parts) if parts else ():
             fits = [problem.best_fit() for problem in problems]
-            if None in fits:
-                continue
-            pair = max(zip(problems, fits, strict=True), key=lambda pair: pair[1].error)
-            if best is None or pair[1].error < best[1].error:
-                best = pair
-        if best:
-            self.judge(result, *best)
-        if idle and kind == "gradient":
-            result.state = "skipped"
-        if idle and kind == "value":
+            if None not in fits:
+                worst = max(range(len(fits)), key=lambda index: fits[index].error)
+                pairs.append((problems[worst], fits[worst]))
+        if pairs:
+            self.judge(result, *min(pairs, key=lambda pair: pair[1].error))
+        is_lost = kind == "gradient" and not parts and self.one["tensors"][key][0].any()
+        if is_lost and any(
+            (step, kind) == key[:2] for page in self.ranks for key in page["tensors"]
+        ):
             result.state = "wrong"
-            result.note = f"{ranks_as_words(idle)} took no step"
-        if kind == "gradient" and not parts and self.has_gradients(step):
-            result.state = "wrong" if self.one["tensors"][key][0].any() else "skipped"
             result.note = "no rank has a gradient"
         if kind in ("start", "value"):
             self.values[name] = key
         return result
-
-    def without_late_calls(self, key, found):
-        """Return the calls without those after a step that a rank left out, and these ranks.
-
-        A step ends when the optimizer has stepped, so such a rank seems to call a module twice.
-        """
-        step, kind, _ = key
-        late = [rank for rank, steps in enumerate(self.steps[1:]) if steps < self.steps[0]]
-        counts = [self.forwards(page, step) for page in self.ranks]
-        idle = [rank for rank in late if counts[rank] > min(counts)]
-        if idle and kind in ("forward", "backward"):
-            shortest = min(len(calls) for calls in found if calls)
-            found = [calls and calls[:shortest] for calls in found]
-        return found, idle
-
-    def forwards(self, page, step):
-        """Return how often a rank has called the module that it calls most."""
-        keys = [key for key in page["tensors"] if key[:2] == (step, "forward")]
-        return max((len(page["tensors"][key]) for key in keys), default=0)
-
-    def has_gradients(self, step):
-        return any(key[:2] == (step, "gradient") for page in self.ranks for key in page["tensors"])
 
     def problems(self, key, parts):
         """Yield the ways to pair calls: one by one, or all together, which are micro-batches."""
@@ -804,8 +772,7 @@ class Comparison:
         if key not in self.one["tensors"]:
             return 0.0
         gradient, *noises = (page["tensors"][key][0].double() for page in [self.one, *self.noises])
-        eps = max(self.coarsest / 8, torch.finfo(self.one["tensors"][key][0].dtype).eps)
-        noise = self.noise_of(key, gradient, noises) + eps * norm(gradient)
+        noise = self.noise_of(key, gradient, noises) + self.coarsest / 8 * norm(gradient)
         is_loose = gradient.abs() <= 2 * noise / math.sqrt(gradient.numel())
         self.loose[name] = is_loose | self.loose.get(name, False)
         return 2 * norm(update[self.loose[name]]) / LIMIT  # a wrong sign is twice the update
@@ -819,22 +786,21 @@ class Comparison:
         result.error = fit.error
         result.scale = fit.scale
         result.share = fit.error * problem.unit / problem.size if problem.size else math.inf
-        is_wrong = fit.error > LIMIT
-        is_scaled = False  # as the experts' gradients may be, until they are averaged
+        is_wrong = fit.error > LIMIT or (result.kind == "gradient" and fit.scale != 1.0)
+        relative = 1.0  # as the experts' gradients may not be, until they are averaged
         if result.kind == "backward" and problem.whole.numel() > 1 and not is_wrong:
-            first = self.factors.setdefault(result.step, result)
-            is_scaled = first.scale != fit.scale
+            relative = fit.scale / self.factors.setdefault(result.step, result).scale
             is_wrong = problem.exact(fit.scale * 1.01) != fit.scale
-        if result.kind == "gradient" and not is_wrong:
-            is_wrong = fit.scale != 1.0
-        is_mean_of_numbers = problem.whole.numel() == 1 and "sum" not in ways
+        is_added = "all" in fit.layout or {"sum", "mean"} & ways
+        if {"cat 0", "order 0"} <= ways and result.kind not in OF_PARAMETERS:
+            is_added = False  # samples or tokens, of which each rank has others
         if is_wrong:
             result.state = "wrong"
             result.note = self.diagnosis(result, problem, fit)
-        elif is_scaled:
+        elif relative != 1.0:
             result.state = "scaled"
-            result.note = self.scale_as_words(fit.scale / first.scale)
-        elif ("all" in fit.layout or {"sum", "mean"} & ways) and not is_mean_of_numbers:
+            result.note = self.scale_as_words(relative)
+        elif is_added and (problem.whole.numel() > 1 or "sum" in ways):
             result.state = "unfinished"
             result.note = unfinished_as_words(fit.layout)
         else:
@@ -842,29 +808,20 @@ class Comparison:
 
     def diagnosis(self, result, problem, fit):
         """Return in words how the tensor is wrong, with the evidence."""
-        bad = [place for place, tensor in problem.parts.items() if tensor.isnan().any()]
-        if bad:
+        factor = problem.factor or 1.0
+        if bad := [place for place, tensor in problem.parts.items() if tensor.isnan().any()]:
             return f"NaN on {self.ranks_at(bad)}"
         if fit.error <= LIMIT:
-            return self.scale_as_words(fit.scale / (problem.factor or 1.0))
-        if self.are_the_same(problem, fit):
-            return "all ranks have the same part"
-        same = {place: t for place, t in problem.parts.items() if t.shape == problem.whole.shape}
-        factor = problem.factor or 1.0
-        right = [p for p, t in same.items() if problem.error_of(t / factor) <= LIMIT]
+            return self.scale_as_words(fit.scale / factor)
+        right = []
+        for place, tensor in problem.parts.items():
+            is_whole = tensor.shape == problem.whole.shape
+            if is_whole and problem.fit({}, tensor, 0.0, factor).error <= LIMIT:
+                right.append(place)
         if right:
             return f"right on {self.ranks_at(right)} only"
-        if result.kind == "value" and (words := self.update_as_words(result, problem, fit)):
-            return words
-        if words := row_scales_as_words(problem, fit):
-            return words
         of = "update" if result.kind == "value" else "size"
         return f"wrong by {result.share:.2g} of its {of}"
-
-    def are_the_same(self, problem, fit):
-        tensors = list(problem.parts.values())
-        is_joined = any(how.startswith(("cat", "parts")) for how in fit.layout.values())
-        return is_joined and all(torch.equal(tensors[0], tensor) for tensor in tensors)
 
     def ranks_at(self, places):
         """`places` may have the number of a micro-batch as well."""
@@ -880,30 +837,35 @@ class Comparison:
                 return f"{words}: divided by the {size} {axis} ranks once too often"
         return words
 
-    def update_as_words(self, result, problem, fit):
-        key = self.values[result.name]
-        before = as_rows(self.one["tensors"][key][0].double(), [problem.whole])
-        update = problem.whole - before
-        found = fit.tensor - before
-        if norm(found) * problem.unit == 0 or norm(found) < 1e-3 * norm(update):
-            return "it was not updated"
-        gradient = Problem("gradient", update, {}, self.axes, problem.unit, problem.size)
-        scale = gradient.scale_of(found)
-        if scale > 0 and gradient.error_of(found / scale) <= LIMIT:
-            return f"its update is {times(scale)} the right one"
-        return None
-
     def find_origin(self):
         """Return the first result that is wrong, or what it follows from and was not finished."""
+        late = self.left_out()
         for result in self.results:
-            if result.state == "wrong" or (
-                result.state == "scaled" and not self.is_put_right(result)
-            ):
+            if late and result.step >= late.step:
+                return late
+            is_scaled = result.state == "scaled" and not self.is_put_right(result)
+            if result.state == "wrong" or is_scaled:
                 result.state = "wrong"
                 origin = self.loss_before(result) or result
                 while earlier := self.unfinished_before(origin):
                     origin = earlier
                 return origin
+        return None
+
+    def left_out(self):
+        """Return a Result for the first step in which some ranks take no step; or None.
+
+        Such a rank seems to call its modules twice: a step ends when the optimizer has stepped.
+        """
+        lasts = [max(step for step, _, _ in page["tensors"]) for page in (self.one, *self.ranks)]
+        late = [rank for rank, last in enumerate(lasts[1:]) if last < lasts[0]]
+        for step in range(lasts[0] + 1) if late else ():
+            keys = [key for key in self.one["tensors"] if key[:2] == (step, "forward")]
+            calls = [[len(page["tensors"].get(key, ())) for key in keys] for page in self.ranks]
+            if any(calls[rank] != calls[0] for rank in range(len(calls))):
+                name = next(iter(self.starts))
+                note = f"{ranks_as_words(late)} took no step of the optimizer"
+                return Result(step, "value", name, "", note, "wrong")
         return None
 
     def of(self, step, kind, names):
@@ -942,39 +904,20 @@ class Comparison:
         factor = self.factors.get(result.step)
         if result.kind != "gradient" or factor is None or result.error > LIMIT:
             return None
-        gradients = [each for each in self.results if each.key[:2] == (result.step, "gradient")]
-        scales = [each.scale for each in gradients if each.state == "wrong"]
+        of_step = [each for each in self.results if each.step == result.step]
+        gradients = [each for each in of_step if each.kind == "gradient"]
+        scaled = [each for each in gradients if each.scale == result.scale]
         # If each rank has the mean over its part of the batch, gradients are scaled so.
         expected = [1.0]
         for axis, size in self.axes.items():
             expected += [each * size for each in expected if f"{axis} " in factor.layout]
-        # A few are zero but for rounding, and so are right with every scale.
-        if len(set(scales)) > 1 or len(scales) < len(gradients) / 2 or factor.scale in expected:
+        # A few gradients are zero but for rounding, and so are right with every scale.
+        if len(scaled) < 0.8 * len(gradients) or factor.scale in expected:
             return None
-        outputs = [each for each in self.results if each.key[:2] == (result.step, "forward")]
-        last = outputs[-1]
+        name = [each.name for each in of_step if each.kind == "forward"][-1]
         words = f"{times(result.scale)} the right ones"
         note = f"all gradients are {words}, from the loss on: divide it by {result.scale:.4g}"
-        return Result(last.step, "backward", last.name, last.layout, note, "wrong")
-
-
-def row_scales_as_words(problem, fit):
-    """Return that each row, such as a sample, is right but for a scale of its own; or None."""
-    if fit.tensor is None or problem.whole.dim() < 2 or problem.kind != "backward":
-        return None
-    rows = fit.tensor.flatten(1)
-    wanted = problem.whole.flatten(1)
-    squares = wanted.square().sum(1)
-    scales = (rows * wanted).sum(1) / squares.clamp(min=1e-300)
-    error = norm(difference(rows, wanted * scales[:, None])) / problem.unit
-    is_positive = scales[squares > 0] > 0
-    if error > LIMIT * scales.abs().max().item() or not is_positive.all():
-        return None
-    low, high = (x.item() for x in scales[squares > 0].aminmax())
-    return (
-        f"right but for a factor, of {low:.3g} in some rows and {high:.3g} in others: means over"
-        " unequal numbers of tokens?"
-    )
+        return Result(result.step, "backward", name, factor.layout, note, "wrong")
 
 
 def compare(one, many, grid=None, noise=(), rename=None):
@@ -984,12 +927,14 @@ def compare(one, many, grid=None, noise=(), rename=None):
     `noise`: directories of runs on one device with record(noise=…). `rename`: {old: new}.
     """
     noise = [noise] if isinstance(noise, str | Path) else noise
-    ones = pages_of(one, rename)
-    ranks = pages_of(many, rename)
-    noises = [page for directory in noise for page in pages_of(directory, rename)]
-    axes = axes_of(grid) or {"ranks": len(ranks)}
-    check_recordings(ones, ranks, noises, axes)
-    comparison = Comparison(ones[0], ranks, noises, axes)
+
+    def load():
+        noises = [page for directory in noise for page in pages_of(directory, rename)]
+        return pages_of(one, rename), pages_of(many, rename), noises
+
+    axes = axes_of(grid) or {"ranks": len(pages_of(many, rename))}
+    check_recordings(*load(), axes)
+    comparison = Comparison(load, axes)
     check_is_alive(comparison)
     check_is_comparable(comparison)
     check_is_explained(comparison)
@@ -999,34 +944,28 @@ def compare(one, many, grid=None, noise=(), rename=None):
 def pages_of(directory, rename):
     """Return the recording of each rank. Their tensors stay in the files until they are read."""
     paths = sorted(Path(directory).glob("rank*.pt"), key=lambda path: int(path.stem[4:]))
-    pages = [torch.load(path, mmap=True, weights_only=True) for path in paths]
-    for page in pages:
-        tensors = page["tensors"].items()
-        page["tensors"] = {(s, k, renamed(n, rename)): calls for (s, k, n), calls in tensors}
-        parents = page["parents"].items()
-        page["parents"] = {
-            (step, renamed(name, rename)): [renamed(parent, rename) for parent in names]
-            for (step, name), names in parents
+    pages = []
+    for path in paths:
+        page = torch.load(path, mmap=True, weights_only=True)
+        tensors = {
+            (s, k, renamed(n, rename)): calls for (s, k, n), calls in page["tensors"].items()
         }
+        parents = {}
+        for (step, name), names in page["parents"].items():
+            parents[step, renamed(name, rename)] = [renamed(each, rename) for each in names]
+        pages.append(page | {"tensors": tensors, "parents": parents})
     return pages
 
 
 def axes_of(grid):
     """Return {axis: number of ranks} of a grid such as "dp=2,tp=2"."""
-    if not isinstance(grid, str):
-        return dict(grid or {})
-    pairs = [word.split("=") for word in grid.split(",") if word]
-    check_words(grid, pairs)
-    return {axis.strip(): int(size) for axis, size in pairs}
+    if isinstance(grid, str):
+        grid = dict(word.split("=") for word in grid.replace(" ", "").split(","))
+    return {axis: int(size) for axis, size in (grid or {}).items()}
 
 
 # --------------------------------------------------------------------------------------------------
 # 6. The library: refusals.
-
-
-def check_words(grid, pairs):
-    if not all(len(pair) == 2 and pair[1].strip().isdecimal() for pair in pairs):
-        raise CannotCompare(f"--grid {grid}: write it as dp=2,tp=4")
 
 
 def check_recordings(ones, ranks, noises, axes):
@@ -1036,49 +975,57 @@ def check_recordings(ones, ranks, noises, axes):
         raise CannotCompare(f"ONE has {len(ones)} ranks: record the run on one device, on one rank")
     if math.prod(axes.values()) != len(ranks):
         raise CannotCompare(f"the grid {axes} is not of {len(ranks)} ranks, which MANY has")
-    one = ones[0]["tensors"]
     for page in noises:
-        keys = [key for key in one if key in page["tensors"]]
-        pairs = (
-            (a, b) for key in keys for a, b in zip(one[key], page["tensors"][key], strict=False)
+        check_noise(ones[0]["tensors"], page["tensors"])
+
+
+def check_noise(one, noise):
+    """Raise unless the noise run does what the other one does, but for rounding."""
+    shares = []
+    for key, calls in one.items():
+        if key[:2] == (0, "forward") and key in noise and calls[0].shape == noise[key][0].shape:
+            whole = calls[0].double()
+            moved = norm(difference(noise[key][0].double(), whole))
+            shares.append(moved / (norm(whole) or 1.0))
+    if not any(shares):
+        raise CannotCompare("the noise run has changed nothing: record it with noise=1")
+    middle = sorted(shares)[len(shares) // 2]
+    if middle > 0.1:
+        raise CannotCompare(
+            f"the noise run differs by {middle:.2g}, which is more than rounding: it must have the "
+            "start, the batches and the seeds of the run on one device, and a dropout of 0"
         )
-        if all(torch.equal(a, b) for a, b in pairs):
-            raise CannotCompare("the noise run has changed nothing: record it with noise=1")
-    found = {key for page in ranks for key in page["tensors"]}
-    if not found & one.keys():
-        names = [sorted({key[2] for key in keys})[:4] for keys in (one, found)]
-        raise CannotCompare(f"no name is in both runs: {names[0]} and {names[1]}; use rename")
 
 
 def check_is_alive(comparison):
     """Two runs that compute nothing agree, and say nothing."""
     one = comparison.one["tensors"]
-    for (step, kind, name), calls in one.items():
+    for key, calls in one.items():
         if any(tensor.isnan().any() for tensor in calls):
-            raise CannotCompare(f"the run on one device has NaN: step {step} {kind} {name}")
-    gradients = [calls[0] for key, calls in one.items() if key[1] == "gradient"]
-    if not gradients or not any(gradient.any() for gradient in gradients):
+            raise CannotCompare(f"the run on one device has NaN: {key}")
+    if not any(calls[0].any() for key, calls in one.items() if key[1] == "gradient"):
         raise CannotCompare("on one device there are no gradients, or all are zero")
-    values = {key[2]: calls[0] for key, calls in one.items() if key[1] == "value"}
     starts = {key[2]: calls[0] for key, calls in one.items() if key[1] == "start"}
-    if all(torch.equal(values[name], start) for name, start in starts.items() if name in values):
+    values = {key[2]: calls[0] for key, calls in one.items() if key[1] == "value"}
+    if all(torch.equal(starts[name], values[name]) for name in starts.keys() & values.keys()):
         raise CannotCompare("on one device no parameter changes: record a step of the optimizer")
 
 
 def check_is_comparable(comparison):
     """A few tensors have no counterpart, such as those of containers. Many are a mistake."""
-    # Sharded optimizers have no .grad.
-    kinds = {each.kind for each in comparison.results if each.state != "missing"}
     results = comparison.results
-    if comparison.origin in results:  # what follows a mistake may have other shapes
+    # Sharded optimizers have no .grad, and reentrant checkpoints no gradients of activations.
+    kinds = {each.kind for each in results if each.state != "missing"} - {"backward"}
+    if comparison.origin:  # what follows a mistake may have other shapes
+        results = [each for each in results if each.step < max(1, comparison.origin.step)]
+    if comparison.origin in results:
         results = results[: results.index(comparison.origin)]
-    wanted = [each for each in results if each.kind in kinds and each.kind != "backward"]
-    missing = [each for each in wanted if each.state == "missing"]
+    wanted = [each for each in results if each.kind in kinds]
+    missing = [f"step {e.step} {e.kind} {e.name}" for e in wanted if e.state == "missing"]
     if not {"start", "value"} <= kinds or len(missing) > max(1, 0.05 * len(wanted)):
-        names = [f"step {each.step} {each.kind} {each.name}" for each in missing[:3]]
         raise CannotCompare(
             f"{len(missing)} of {len(wanted)} tensors of the one device have no counterpart in the "
-            f"other run by name and shape, such as {names}; use rename, state= or grid"
+            f"other run by name and shape, such as {missing[:3]}; use rename, state= or grid"
         )
 
 
@@ -1107,65 +1054,8 @@ def check_is_explained(comparison):
 
 
 # --------------------------------------------------------------------------------------------------
-# 7. The library: the report, and the command line.
-
-NAMES = ["start", "activations", "their gradients", "gradients", "parameters after a step"]
-
-
-def report(comparison, followers=4):
-    """Return the lines that the command prints."""
-    results = comparison.results
-    lines = []
-    for kind, name in zip(KINDS, NAMES, strict=True):
-        compared = [
-            each
-            for each in results
-            if each.kind == kind and each.state not in ("missing", "skipped")
-        ]
-        right = [each for each in compared if each.state in ("right", "unfinished")]
-        largest = max((each.error for each in right), default=0.0)
-        line = f"{name:24} {len(right):4} of {len(compared):4} agree"
-        lines.append(f"{line}, within {largest:.1f} units of rounding" if right else line)
-    origin = comparison.origin
-    if origin is None:
-        return [*lines, "AGREE."]
-    lines.append("DIFFER. The origin, and what follows:")
-    lines.append("> " + line_of(origin, comparison.one["classes"]))
-    wrong = [each for each in results if each.state == "wrong" and each.key != origin.key]
-    lines += ["  " + line_of(each, comparison.one["classes"]) for each in wrong[:followers]]
-    if len(wrong) > followers:
-        lines.append(f"  and {len(wrong) - followers} more")
-    return lines
-
-
-def line_of(result, classes):
-    kind = classes.get(result.name.partition("[")[0])
-    name = f"{result.name or 'the model'} ({kind})" if kind else result.name
-    return f"step {result.step}  {result.kind:8}  {name:42}  {result.note}"
-
-
-def compare_directories():
-    """The command. The exit status is 0 if the runs agree, 1 if they differ, and 2 if unknown."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("one", metavar="ONE", help="directory of the run on one device")
-    parser.add_argument("many", metavar="MANY", help="directory of the run on ranks")
-    parser.add_argument("--noise", metavar="DIR", action="append", default=[])
-    parser.add_argument("--grid", help="such as dp=2,tp=2; the last axis has neighbouring ranks")
-    parser.add_argument("--rename", metavar="OLD=NEW", action="append", default=[])
-    parser.add_argument("--followers", type=int, default=4, help="how many to show")
-    args = parser.parse_args()
-    rename = dict(rule.split("=", 1) for rule in args.rename)
-    try:
-        comparison = compare(args.one, args.many, args.grid, args.noise, rename)
-    except CannotCompare as error:
-        print(f"CANNOT COMPARE. {error}")
-        return 2
-    print("\n".join(report(comparison, args.followers)))
-    return 1 if comparison.origin else 0
-
-
-# --------------------------------------------------------------------------------------------------
-# Demo. A model is split over ranks as in tensor_parallel.py. One layer forgets its all-reduce.
+# Demo, and the command line. A model is split over ranks as in tensor_parallel.py. One layer
+# forgets its all-reduce.
 
 PLANTED = "layers.1.down"
 
@@ -1292,6 +1182,61 @@ def demo(rank, ranks, folder, is_idea):
 def spawned(rank, ranks, folder, is_idea):
     if demo(rank, ranks, folder, is_idea):
         sys.exit(1)
+
+
+NAMES = ["start", "activations", "their gradients", "gradients", "parameters after a step"]
+
+
+def report(comparison, followers=4):
+    """Return the lines that the command prints."""
+    results = comparison.results
+    lines = []
+    for kind, name in zip(KINDS, NAMES, strict=True):
+        compared = [
+            each
+            for each in results
+            if each.kind == kind and each.state not in ("missing", "skipped")
+        ]
+        right = [each for each in compared if each.state in ("right", "unfinished")]
+        largest = max((each.error for each in right), default=0.0)
+        line = f"{name:24} {len(right):4} of {len(compared):4} agree"
+        lines.append(f"{line}, within {largest:.1f} units of rounding" if right else line)
+    origin = comparison.origin
+    if origin is None:
+        return [*lines, "AGREE."]
+    lines.append("DIFFER. The origin, and what follows:")
+    lines.append("> " + line_of(origin, comparison.one["classes"]))
+    wrong = [each for each in results if each.state == "wrong" and each.key != origin.key]
+    lines += ["  " + line_of(each, comparison.one["classes"]) for each in wrong[:followers]]
+    if len(wrong) > followers:
+        lines.append(f"  and {len(wrong) - followers} more")
+    return lines
+
+
+def line_of(result, classes):
+    kind = classes.get(result.name.partition("[")[0])
+    name = f"{result.name or 'the model'} ({kind})" if kind else result.name
+    return f"step {result.step}  {result.kind:8}  {name:42}  {result.note}"
+
+
+def compare_directories():
+    """The command. The exit status is 0 if the runs agree, 1 if they differ, and 2 if unknown."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("one", metavar="ONE", help="directory of the run on one device")
+    parser.add_argument("many", metavar="MANY", help="directory of the run on ranks")
+    parser.add_argument("--noise", metavar="DIR", action="append", default=[])
+    parser.add_argument("--grid", help="such as dp=2,tp=2; the last axis has neighbouring ranks")
+    parser.add_argument("--rename", metavar="OLD=NEW", action="append", default=[])
+    parser.add_argument("--followers", type=int, default=4, help="how many to show")
+    args = parser.parse_args()
+    rename = dict(rule.split("=", 1) for rule in args.rename)
+    try:
+        comparison = compare(args.one, args.many, args.grid, args.noise, rename)
+    except ValueError as error:
+        print(f"CANNOT COMPARE. {error}")
+        return 2
+    print("\n".join(report(comparison, args.followers)))
+    return 1 if comparison.origin else 0
 
 
 def main():

@@ -1,6 +1,7 @@
 """compare.py: right runs agree, and the origin of a planted mistake is named."""
 
 import re
+import shutil
 
 import compared
 import pool
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from claims.registry import default_group
+from launch import ROOT, fork
 
 import compare
 
@@ -72,3 +74,162 @@ def test_the_origin_of_a_mistake_is_named(run_class, precision, tmp_path):
     assert re.fullmatch(name, origin.name), text
     for word in words:
         assert word in origin.note, text
+
+
+# ---- what the tool refuses, and what it does not change
+
+
+class Pair(torch.nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(8, 16)
+        self.drop = torch.nn.Dropout(dropout)
+        self.second = torch.nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.second(self.drop(self.first(x).tanh()))
+
+
+def record_pair(directory, noise=0, lr=0.1, scale=1.0, dropout=0.0, rename=None, steps=1):
+    """Train on one device, and record it."""
+    model = Pair(dropout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(noise)
+    with compare.record(directory, model, noise=noise, rename=rename) as recording:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = scale * model(torch.randn(6, 8, generator=generator)).square().mean()
+            recording.see("loss", loss)
+            loss.backward()
+            optimizer.step()
+    return model
+
+
+@pytest.fixture
+def runs(tmp_path):
+    record_pair(tmp_path / "one")
+    record_pair(tmp_path / "noise", noise=1)
+    return tmp_path
+
+
+def refusal(*arguments, **options):
+    with pytest.raises(compare.CannotCompare) as caught:
+        compare.compare(*arguments, **options)
+    return str(caught.value)
+
+
+def test_recording_changes_no_bit_and_no_random_number(tmp_path):
+    """Without its hooks, the same training leaves the same weights, and the same next number."""
+    recorded = record_pair(tmp_path / "one", dropout=0.5, steps=3)
+    number = torch.rand(1)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("see", "on_output", "before_step", "after_step", "save"):
+            patch.setattr(compare.Recording, name, lambda *_: None)
+        plain = record_pair(tmp_path / "two", dropout=0.5, steps=3)
+    assert torch.equal(number, torch.rand(1))
+    for ours, theirs in zip(recorded.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_recording_is_read_with_weights_only(runs):
+    page = torch.load(runs / "one" / "rank0.pt", weights_only=True)
+    kinds = {kind for _, kind, _ in page["tensors"]}
+    assert kinds == set(compare.KINDS)
+    assert (0, "forward", "first") in page["tensors"]
+
+
+def test_a_run_agrees_with_itself_without_noise(runs):
+    assert compare.compare(runs / "one", runs / "one").origin is None
+
+
+def test_without_noise_a_difference_cannot_be_judged(runs):
+    record_pair(runs / "many", scale=1.5)
+    assert "--noise" in refusal(runs / "one", runs / "many")
+
+
+def test_several_ranks_are_no_single_device(runs):
+    (runs / "one" / "rank1.pt").write_bytes((runs / "one" / "rank0.pt").read_bytes())
+    assert "ONE has 2 ranks" in refusal(runs / "one", runs / "noise")
+
+
+def test_a_grid_of_another_size(runs):
+    assert "not of 1 ranks" in refusal(runs / "one", runs / "one", "dp=2,tp=2")
+
+
+def test_a_noise_run_without_noise(runs):
+    assert "noise=1" in refusal(runs / "one", runs / "one", noise=runs / "one")
+
+
+def test_names_that_match_nothing(runs):
+    record_pair(runs / "many", rename={"first": "a", "second": "b", "drop": "c"})
+    text = refusal(runs / "one", runs / "many", noise=runs / "noise")
+    assert "no counterpart" in text
+    rename = {"a": "first", "b": "second", "c": "drop"}
+    assert compare.compare(runs / "one", runs / "many", None, runs / "noise", rename).origin is None
+
+
+def test_one_layer_that_matches_nothing(runs):
+    record_pair(runs / "many", rename={"second": "b"})
+    assert "no counterpart" in refusal(runs / "one", runs / "many", noise=runs / "noise")
+
+
+def test_gradients_that_are_all_zero(tmp_path):
+    record_pair(tmp_path / "one", scale=0.0)
+    assert "zero" in refusal(tmp_path / "one", tmp_path / "one")
+
+
+def test_nothing_that_trains(tmp_path):
+    record_pair(tmp_path / "one", lr=0.0)
+    assert "no parameter changes" in refusal(tmp_path / "one", tmp_path / "one")
+
+
+def test_nan_on_both_sides(tmp_path):
+    record_pair(tmp_path / "one", scale=float("nan"))
+    assert "NaN" in refusal(tmp_path / "one", tmp_path / "one")
+
+
+def test_nan_in_the_run_with_ranks_is_a_difference(runs):
+    record_pair(runs / "many", scale=float("nan"))
+    origin = compare.compare(runs / "one", runs / "many", noise=runs / "noise").origin
+    assert (origin.kind, origin.name, origin.note) == ("forward", "loss", "NaN on rank 0")
+
+
+def test_dropout_is_refused_if_the_runs_differ(tmp_path):
+    record_pair(tmp_path / "one", dropout=0.5)
+    record_pair(tmp_path / "many", noise=2, dropout=0.5)
+    text = refusal(tmp_path / "one", tmp_path / "many")
+    assert "dropout" in text
+    assert "drop.p = 0.5" in text
+
+
+def test_a_noise_run_with_another_mask_is_no_measure(tmp_path):
+    record_pair(tmp_path / "one", dropout=0.5)
+    record_pair(tmp_path / "noise", noise=1, dropout=0.5)
+    text = refusal(tmp_path / "one", tmp_path / "one", noise=tmp_path / "noise")
+    assert "more than rounding" in text
+
+
+def test_the_command_and_its_exit_statuses(runs):
+    record_pair(runs / "many", scale=1.5)
+    command = [ROOT / "compare.py", runs / "one", runs / "many"]
+    differ = fork(*command, "--noise", runs / "noise", "--followers", 1)
+    assert differ.returncode == 1
+    assert "\n> step 0  forward   loss " in differ.stdout
+    assert differ.stdout.splitlines()[-1].endswith("more")
+    assert fork(*command).returncode == 2
+    assert fork(*command, "--grid", "dp").returncode == 2
+    same = fork(ROOT / "compare.py", runs / "one", runs / "one", "--noise", runs / "noise")
+    assert same.returncode == 0, same.stdout
+    assert same.stdout.splitlines()[-1] == "AGREE."
+
+
+@pytest.mark.parametrize("flags", [[], ["--idea"]], ids=["technique", "idea"])
+def test_the_demo_finds_what_it_plants(flags, tmp_path):
+    shutil.copy(ROOT / "compare.py", tmp_path)
+    done = fork("compare.py", *flags, ranks=2, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    assert "> " in done.stdout
+    assert done.stdout.endswith("planted     layers.1.down found\n")
