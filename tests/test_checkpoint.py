@@ -3,10 +3,12 @@
 import collections
 import math
 import os
+import pickle
 import random
 import signal
 import sys
 import threading
+import time
 from contextlib import suppress
 from unittest.mock import Mock
 
@@ -111,6 +113,20 @@ def test_the_idea_gathers_a_file_that_other_cuts_can_load(tmp_path):
     assert_are_parts_of(MATRIX, mine)
 
 
+@pool.on(2)
+def test_the_ideas_file_is_complete_when_any_rank_goes_on(tmp_path):
+    write = torch.save
+
+    def write_later(*args, **options):
+        time.sleep(0.3)
+        write(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "save", write_later)
+        checkpoint.gather_and_save(tmp_path / "whole", {"a": MATRIX}, pool.group())
+    assert torch.equal(torch.load(tmp_path / "whole")["a"], MATRIX)
+
+
 def test_a_shard_becomes_pieces_of_its_weight_and_of_its_state(tmp_path):
     shard = torch.arange(3.0)
     state = {
@@ -183,6 +199,22 @@ def test_extra_that_would_not_come_back_is_an_error_before_anything_is_written(e
     with pytest.raises(ValueError, match="extra must be made of"):
         save(tmp_path, {}, extra if pool.rank() == 1 else 0, pool.group())
     assert load(tmp_path, {}, pool.group()) == "good"
+
+
+class MakesFolder:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_extra_of_a_stranger_runs_no_code(tmp_path):
+    """save() would refuse it."""
+    text = checkpoint.pack(MakesFolder(tmp_path / "made"))
+    with pytest.raises(pickle.UnpicklingError):
+        checkpoint.unpack(text)
+    assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize("what", ["a generator's state", "a scalar", "one row", "a NaN"])
@@ -301,12 +333,25 @@ def test_a_background_save_holds_one_copy(tmp_path):
 # ---- crashes
 
 
+def test_what_a_killed_save_left_is_not_in_the_next_checkpoint(tmp_path):
+    """Such as the note of a rank, which would say that its part is on the disk."""
+    left = tmp_path / "tmp" / "1.json"
+    left.parent.mkdir()
+    left.write_text("{}")
+    save(tmp_path, {"a": MATRIX})
+    names = {path.name for path in tmp_path.glob("1/*")}
+    assert names == {"index", "0.bin"}
+
+
 def test_files_are_on_the_disk_before_their_names_are(tmp_path, monkeypatch):
     """A rank's file; the index, its directory and the number; then two renames."""
     fsync = Mock()
     monkeypatch.setattr("os.fsync", fsync)
     save(tmp_path, {"a": torch.tensor(0)})
     assert fsync.call_count == 6
+    for call in fsync.call_args_list:
+        with pytest.raises(OSError, match="Bad file descriptor"):  # it is closed
+            os.fstat(*call.args)
 
 
 def save_and_die(directory, value, number):
@@ -391,6 +436,12 @@ def test_a_wrong_piece_on_one_rank_is_an_error_on_all(what, tmp_path):
     pieces = {"a": piece if pool.rank() == 1 else TOP}
     with pytest.raises(ValueError, match=r"no piece|lacks elements"):
         call(tmp_path, pieces, process_group=pool.group())
+
+
+def test_a_piece_has_as_many_dimensions_as_its_whole(tmp_path):
+    with pytest.raises(ValueError, match="argument 2 is longer"):
+        save(tmp_path, {"a": Piece(ROWS[0], [6, 5], [0])})
+    assert not list(tmp_path.iterdir())
 
 
 def test_only_boxes_that_overlap_are_read(tmp_path):

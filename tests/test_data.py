@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -81,8 +83,38 @@ def test_an_index_is_never_beside_the_tokens_of_another(folder, monkeypatch):
     assert there == [False] * 4
 
 
+def test_both_files_are_on_the_disk_whole_before_they_get_their_names(folder, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(os, "fsync", lambda file: sizes.append(os.fstat(file).st_size))
+    write_indexed("x", [[1, 2, 3], [4, 5]], 257)
+    assert sizes[:2] == [*map(len, written("x"))]
+
+
 # header of 34 bytes, lengths 8, offsets 16, documents 24
 TOKENS, INDEX = as_megatron_writes([[1, 2, 3], [4, 5]])
+
+
+def test_control_c_does_not_part_the_files(folder, monkeypatch):
+    """Signals are ignored until both have their names."""
+    real_replace = os.replace
+
+    def replace(*names):
+        signal.raise_signal(signal.SIGINT)
+        real_replace(*names)
+
+    monkeypatch.setattr(os, "replace", replace)
+    handler = Mock()
+    previous = signal.signal(signal.SIGINT, handler)
+    write_indexed("x", [[1, 2, 3], [4, 5]], 257)
+    handler.assert_not_called()
+    assert signal.signal(signal.SIGINT, previous) is handler
+
+
+def test_any_thread_may_write(folder):
+    """Although only the main thread may say what signals do."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(write_indexed, "x", [[1, 2, 3], [4, 5]], 257).result()
+    assert written("x") == (TOKENS, INDEX)
 
 
 def changed(start, new):
@@ -166,6 +198,16 @@ def test_a_vocabulary_that_would_lose_bytes_is_an_error(folder):
         preprocess("in", "out", ("text",), "part", "merges")
 
 
+def test_a_vocabulary_without_an_end_of_document_is_an_error_that_names_it(folder):
+    tokenizers = pytest.importorskip("tokenizers")
+    trained = tokenizers.ByteLevelBPETokenizer()
+    trained.train_from_iterator(TEXTS, 300)
+    files = trained.save_model(".")
+    write_input()
+    with pytest.raises(ValueError, match=r"vocab\.json has no <\|endoftext\|>"):
+        preprocess("in", "out", ("text",), *files, append_eod=True)
+
+
 GOOD = b'{"text": "' + 1000 * b"x" + b'"}\n'
 LINES = {
     "not JSON: Expecting ',' delimiter: column 13": b'{"text": "a"',
@@ -182,6 +224,14 @@ def test_a_wrong_line_is_an_error_with_its_number_and_nothing_is_written(words, 
     with pytest.raises(ValueError, match=expected):
         preprocess("in", "out", workers=2)
     assert os.listdir() == ["in"]
+
+
+def test_it_says_how_much_was_read_and_left_out(folder, capsys):
+    Path("in").write_bytes(2000 * GOOD + b'{"text": ""}\n')  # 1,013 bytes a line
+    preprocess("in", "out")
+    printed = capsys.readouterr().out
+    assert "in, 2.0 MB · vocabulary of 257 · --workers 1\n" in printed
+    assert "2,000 documents, 2,000,000 tokens, 1 empty left out, " in printed
 
 
 def test_memory_does_not_grow_with_the_input(folder, monkeypatch):
@@ -278,6 +328,11 @@ def test_every_grid_cuts_batches_as_torch_does(size, ranks):
     batch = torch.arange(9 * size, 10 * size)
     chunks = [chunk.tolist() for chunk in batch.chunk(ranks)]
     assert parts == chunks + [[]] * (ranks - len(chunks))
+
+
+def test_a_rank_that_is_not_there_has_no_part_of_a_batch():
+    with pytest.raises(ValueError, match="rank=2 0 to 1"):
+        part_of_batch(0, 4, rank=2, ranks=2)
 
 
 def as_megatron(tokens, eod):

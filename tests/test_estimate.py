@@ -325,6 +325,18 @@ def test_each_rule_of_the_advice_holds_less_than_what_it_builds_on():
     assert gigabytes == [3825, 2163, 788, 123, 49, 37, 25, 27, 18, 5, 4, 15, 19, 16]
 
 
+def test_no_rule_splits_over_the_ranks_of_one_gpu():
+    rows = estimate.savings(SEVEN_B, 1, 64)
+    assert not [rule for rule, _, _ in rows if "parallel" in rule.technique]
+
+
+def test_a_rule_saves_what_it_holds_less_than_the_last_rule_that_stays():
+    """ZeRO-3 does not build on offload, whose plan holds less."""
+    rows = {rule.technique: (saved, then) for rule, saved, then in estimate.savings(SEVEN_B, 8, 64)}
+    saved, then = rows["zero3, FSDP"]
+    assert saved == rows["zero2"][1] - then > 0
+
+
 # ---- the command
 
 

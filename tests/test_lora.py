@@ -136,6 +136,15 @@ def test_pytorchs_encoder_which_reads_weights_reads_the_corrected_ones():
 # ---- which layers are adapted
 
 
+def test_an_injected_layer_has_the_defaults_of_a_layer():
+    base = nn.Linear(6, 5)
+    layer = lora.LoRALinear(base)
+    injected = lora.inject_lora(nn.Sequential(base))[0]
+    assert layer.lora_A.shape == injected.lora_A.shape == (8, 6)
+    assert layer.scaling == injected.scaling == 16 / 8
+    assert layer.lora_dropout == injected.lora_dropout == 0
+
+
 def small_model():
     """Its last layer has two names, "3" and "4"."""
     model = lora.language_model(C=4, heads=1, layers=1, V=5)
@@ -343,6 +352,13 @@ def test_double_quantization_rounds_the_largest_of_each_block_too():
     bitwise(q.weight, expected.weight)
     bits = 8 * lora.held_bytes(q.buffers())
     assert round(bits / 2**16, 3) == 4.127
+
+
+def test_a_layers_weight_is_rounded_once_by_default():
+    base = nn.Linear(64, 5)
+    rounded = lora.naive_nf4(base.weight)
+    layer = lora.LoRALinear(base, quantize="nf4")
+    bitwise(layer.base_layer.weight, rounded)
 
 
 def test_codes_have_bitsandbytes_order_and_values():

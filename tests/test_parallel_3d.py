@@ -122,6 +122,12 @@ def test_weights_start_as_gpt2s_and_differ_between_layers():
     assert not torch.equal(first.qkv.weight, second.qkv.weight)
 
 
+def test_the_next_seed_gives_other_weights_to_every_layer():
+    models = [plain_model(SMALL, seed=seed) for seed in (0, 1)]
+    sums = [block.linear1.weight.sum().item() for model in models for block in model[1:-1]]
+    assert len(set(sums)) == len(sums) == 4
+
+
 # ---- every grid, beside one device
 
 
@@ -256,8 +262,9 @@ def test_bytes_sent_and_held_are_those_of_the_docstring(flags):
 )
 @pool.on(4)
 def test_a_run_that_was_stopped_goes_on_bitwise(flags, tmp_path):
-    """With dropout, masters and the loss scale."""
+    """With dropout, masters and a loss scale that is not the first one."""
     first = make_trainer(options(flags), DEEP)
+    first.scaler.load_state_dict(first.scaler.state_dict() | {"scale": 2.0**10})
     batches = list(make_batches())
     for batch in batches[:2]:
         first.step(*batch)

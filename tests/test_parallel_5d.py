@@ -142,6 +142,13 @@ GRIDS = {
 }
 
 
+def test_every_layer_of_every_seed_starts_with_other_weights():
+    config = five.MODELS["llama-tiny"]
+    first, second = (five.plain_model(config, seed).parameters() for seed in (0, 1))
+    sums = [weight.sum().item() for weight in (*first, *second) if weight.dim() > 1]
+    assert len(set(sums)) == len(sums)
+
+
 @pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
 @pool.on(4)
 def test_a_grid_trains_as_one_device(grid):
@@ -282,6 +289,7 @@ def test_a_killed_run_goes_on_from_its_last_step(tmp_path):
         ({"cp": 2, "sequence_length": 6}, "4, .* --sequence-length 6"),
         ({"batch_size": 6}, "--microbatches 2 .* --batch-size 6"),
         ({"pp": 2, "stages_per_rank": 3}, "6 stages.* 4 blocks"),
+        ({"model": "llama-tiny", "ep": 2}, "no experts"),
     ],
     ids=str,
 )
