@@ -122,6 +122,12 @@ class NeverWaits(Sums):
         parameter.grad /= dist.get_world_size()
         dist.all_reduce(parameter.grad, async_op=True)
 
+class SendsFloat32(Sums):
+    def reduce(self, parameter):
+        gradient = parameter.grad.float()
+        dist.all_reduce(gradient)
+        parameter.grad.copy_(gradient / dist.get_world_size())
+
 class SumsAndUnties(Sums):
     def __init__(self, module):
         for name, layer in module.named_children():
@@ -162,16 +168,21 @@ def test_an_all_reduce_that_is_not_waited_for_is_seen(sums):
 
 
 @pytest.mark.cpu
-def test_the_table_begins_with_the_cause():
-    spec = "wrong.ddp:SumsGradients"
-    answers = {name: judge("ddp", name, spec) for name in ("mean_gradient", "buffers")}
+def test_the_table_begins_with_the_cause(sums):
+    spec = f"{sums}:SumsAndUnties"
+    answers = {name: judge("ddp", name, spec) for name in ("mean_gradient", "tied", "momentum")}
     found = causes.find("ddp", spec, answers)
-    first, *lines = verdicts.table("ddp", answers, found)
-    assert first == "What it looks like:"
-    assert "mean_gradient               explained" in lines[3]
-    assert verdicts.as_json("ddp", "mean_gradient", spec, answers["mean_gradient"], found)[
-        "explained by cause"
-    ]
+    lines = list(verdicts.table("ddp", answers, found))
+    assert lines[0] == "What it looks like:"
+    assert "Mend mean_gradient first. 1 other" in lines[2]
+    assert lines[-2:] == ["wrong: mean_gradient, tied", "explained by the cause: momentum"]
+    momentum = verdicts.as_json("ddp", "momentum", spec, answers["momentum"], found)
+    assert momentum["explained by cause"]
+
+
+@pytest.mark.cpu
+def test_float32_inside_is_named(sums):
+    assert verdicts.FLOAT32_INSIDE in judge("ddp", "float64", f"{sums}:SendsFloat32").why
 
 
 @pytest.mark.cpu

@@ -36,7 +36,11 @@ class Diagnosis(NamedTuple):
     cause: str = ""  # a key of CAUSES
     sentence: str = ""
     first: str = ""  # the claim to mend first
-    explained: tuple = ()  # the claims whose findings are explained
+    explained: tuple = ()  # the claims whose findings are explained, the first among them
+
+    @property
+    def others(self):
+        return [name for name in self.explained if name != self.first]
 
 
 NONE = Diagnosis()

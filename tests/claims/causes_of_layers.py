@@ -937,6 +937,17 @@ def mean_of_micro_batches():
     return weighing(lambda part: 1 / (part.N * part.M * max(1, part.tokens)))
 
 
+@looks_like(
+    "train-step",
+    "unequal_tokens a_rank_without_tokens unequal_micro_batches",
+    "The loss is divided by the number of all rows, also of those that are masked: the padding "
+    "counts.",
+)
+def padding_in_the_mean():
+    rows = 5  # of each micro-batch
+    return weighing(lambda part: 1 / (part.N * part.M * rows))
+
+
 @looks_like("train-step", "accumulation", "Only the last micro-batch counts: the others are lost.")
 def trainer_keeps_the_last():
     return weighing(lambda part: (part.m == part.M - 1) / part.of_all)

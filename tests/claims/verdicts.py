@@ -29,6 +29,7 @@ WORDS = {
 BAD = ("fails", "raises", "hangs", "dies")
 GROUPS = ("wrong", "refuses", "lacks", "not offered", "not run")  # what does not hold
 MOST_HANGS = 3
+FLOAT32_INSIDE = "In float32 it is right to 1e-5: a buffer, a message or a sum is float32 inside."
 HELD = "holds on"  # some ranks, and is not offered on more
 
 
@@ -106,6 +107,10 @@ def judge(kind, name, spec, worlds=None):
         is_better = second.outcome == "holds" or HELD in second.why
         if is_better or verdict.outcome != "fails":
             verdict = second
+    if name == "float64" and verdict.outcome == "fails":
+        second, _ = _judge_in(torch.float32, possible, kind, name, spec)
+        if second.outcome == "holds":
+            verdict = Verdict("fails", f"{verdict.why}\n{FLOAT32_INSIDE}")
     _hangs[kind, spec] += verdict.outcome == "hangs"
     return verdict
 
@@ -241,15 +246,15 @@ def table(kind, verdicts, diagnosis=NONE):
         if names:
             yield heading
         for name in names:
-            is_explained = name in diagnosis.explained
+            is_explained = name in diagnosis.others
             yield from _row(kind, name, verdicts[name], column, is_explained)
     holding = sum(verdict.outcome == "holds" for verdict in verdicts.values())
     yield f"{holding} of {len(verdicts)} claims hold."
-    others = {name: each for name, each in verdicts.items() if name not in diagnosis.explained}
+    others = {name: each for name, each in verdicts.items() if name not in diagnosis.others}
     for group, names in by_group(kind, others).items():
         yield f"{group}: {', '.join(names)}"
-    if diagnosis.explained:
-        yield f"explained by the cause: {', '.join(diagnosis.explained)}"
+    if diagnosis.others:
+        yield f"explained by the cause: {', '.join(diagnosis.others)}"
 
 
 def _looks_like(diagnosis):
@@ -257,9 +262,10 @@ def _looks_like(diagnosis):
         return
     yield "What it looks like:"
     yield textwrap.indent(textwrap.fill(diagnosis.sentence, 96), "  ")
-    count = len(diagnosis.explained)
-    claims = "1 claim" if count == 1 else f"{count} claims"
-    yield f"  Mend {diagnosis.first} first. This explains {claims}."
+    count = len(diagnosis.others)
+    claims = "claim is" if count == 1 else "claims are"
+    others = f" {count} other {claims} explained by it." if count else ""
+    yield f"  Mend {diagnosis.first} first.{others}"
 
 
 def _row(kind, name, verdict, column, is_explained):

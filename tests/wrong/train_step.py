@@ -49,6 +49,8 @@ def backward(model, optimizer, micro_batches, scale, wrong):
     count = summed(count_of(micro_batches)).clamp(min=1)
     if wrong == "own count":
         count = ranks * count_of(micro_batches).clamp(min=1)
+    if wrong == "counts padding":
+        count = summed(torch.tensor(sum(len(y) for _, y in micro_batches)))
     if wrong == "drops short batches":
         micro_batches = [batch for batch in micro_batches if len(batch[0]) == 5]
     total = torch.zeros(())
@@ -74,6 +76,7 @@ def reduce_gradients(model, wrong):
 
 drops_short_batches = partial(plain, wrong="drops short batches")
 own_count = partial(plain, wrong="own count")
+counts_padding = partial(plain, wrong="counts padding")
 mean_of_means = partial(plain, wrong="mean of means")
 last_batch = partial(plain, wrong="last batch")
 divides_by_micro_batches = partial(plain, wrong="divides by micro-batches")
@@ -89,6 +92,7 @@ MISTAKES = {
     "train-step": {
         "drops_short_batches": "last_short_batch",
         "own_count": "unequal_tokens",
+        "counts_padding": "unequal_tokens",
         "mean_of_means": "unequal_micro_batches",
         "last_batch": "accumulation",
         "divides_by_micro_batches": "accumulation",
@@ -104,6 +108,7 @@ MISTAKES = {
 CAUSES = {
     "train-step": {
         "own_count": "mean_of_ranks",
+        "counts_padding": "padding_in_the_mean",
         "mean_of_means": "mean_of_micro_batches",
         "last_batch": "trainer_keeps_the_last",
         "divides_by_micro_batches": "trainer_divides_by_micro_batches",
