@@ -83,14 +83,21 @@ class Embedding:
         return styled(embedding, style, process_group)
 
 
-def tp_block(block, process_group):
+def tp_block(block, process_group, sequence_parallel=False):
     """As torchtitan splits Qwen3: the norms of q and k get heads, dimension 2, that are split."""
+    if hasattr(block, "qkv"):
+        raise NotImplementedError("no plan for a layer that stacks q, k and v")
     mesh = DeviceMesh.from_group(process_group, environment.DEVICE_TYPE)
-    plan = {name: ColwiseParallel() for name in ("q", "k", "v", "gate", "up")}
-    plan |= {name: RowwiseParallel() for name in ("proj", "down")}
+    between = Shard(0) if sequence_parallel else Replicate()
+    columns = ("q", "k", "v", "gate", "up")
+    plan = {name: ColwiseParallel(input_layouts=between) for name in columns}
+    plan |= {name: RowwiseParallel(output_layouts=between) for name in ("proj", "down")}
     if hasattr(block, "q_norm"):
         norm = SequenceParallel(sequence_dim=2, use_local_output=True)
         plan |= {"q_norm": norm, "k_norm": norm}
+    if sequence_parallel:
+        norm = SequenceParallel(sequence_dim=0, use_local_output=True)
+        plan |= {"norm1": norm, "norm2": norm}
     return parallelize_module(block, mesh, plan)
 
 

@@ -62,9 +62,11 @@ class NormOfReplicas(MoE):
     def clip_grad_norm_(module, max_norm, mesh):
         total = torch.zeros((), dtype=torch.float64)
         for parameter in module.experts.parameters():
-            total += parameter.grad.double().square().sum()
+            gradient = parameter.grad.double()
+            total += gradient.square().sum()
         dist.all_reduce(total)
-        norm = (total + module.gate.weight.grad.double().square().sum()).sqrt()
+        gate = module.gate.weight.grad.double()
+        norm = (total + gate.square().sum()).sqrt()
         torch.nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, norm)
         return norm
 

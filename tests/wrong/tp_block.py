@@ -1,9 +1,12 @@
 """Mistakes in splitting a transformer block, and the claim that catches each."""
 
+import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from claims.tp_block import split
+
+from tensor_parallel import parallelize
 
 
 def forgets_norms_inside(block, process_group):
@@ -62,18 +65,53 @@ def forgets_f(block, process_group):
     return without_checks(block)
 
 
+def cuts_qkv_in_one_piece(block, process_group):
+    """A rank then has the queries of all heads, and another the values."""
+    if hasattr(block, "qkv"):
+        parallelize(block, {"qkv": "column", "proj": "row"}, process_group)
+    return block
+
+
+def forgets_norms_between(block, process_group, sequence_parallel=False):
+    """Each rank has the gradient of its own part of the sequence."""
+    norms = {name: block._modules.pop(name) for name in ("norm1", "norm2")}
+    kept = {name: nn.Identity() for name in norms}
+    for name, identity in kept.items():
+        block.add_module(name, identity)
+    split_linears(block, process_group, sequence_parallel)
+    for name, norm in norms.items():
+        block.add_module(name, norm)
+    return block
+
+
+def split_linears(block, process_group, sequence_parallel):
+    plan = dict.fromkeys(("q", "k", "v", "gate", "up"), "column") | {"proj": "row", "down": "row"}
+    parallelize(block, plan, process_group, sequence_parallel)
+
+
+def same_masks_inside(block, process_group):
+    inside = block._modules.pop("dropout_inside", None)
+    split(block, process_group)
+    if inside is not None:
+        block.add_module("dropout_inside", inside)
+    return block
+
+
+def seeds_each_rank(block, process_group):
+    split(block, process_group)
+    torch.manual_seed(process_group.rank())
+    return block
+
+
 MISTAKES = {
     "tp-block": {
         "forgets_norms_inside": "norms_inside",
         "adds_biases_on_every_rank": "block",
         "forgets_f": "block",
-    },
-}
-CAUSES = {
-    "tp-block": {
-        "forgets_norms_inside": "norms_not_summed",
-        "adds_biases_on_every_rank": "biases_on_every_rank",
-        "forgets_f": "column_inputs_not_summed",
+        "cuts_qkv_in_one_piece": "fused",
+        "forgets_norms_between": "sequence_parallel",
+        "same_masks_inside": "dropout_differs",
+        "seeds_each_rank": "dropout_agrees",
     },
 }
 RIGHT = {}
