@@ -314,6 +314,7 @@ class MoE(nn.Module):
 
     def run_experts(self, rows, counts):
         """Return the results of the rows, in their order. A row's expert may be on any rank."""
+        check_experts(self.experts)
         groups = self.experts.groups
         if groups is None:
             return self.experts(rows, counts.tolist())
@@ -594,6 +595,14 @@ def load_full_state_dict(module, state_dict):
 def check_capacity_factor(factor):
     if factor is not None and not 1e-6 <= factor < math.inf:
         raise ValueError(f"capacity_factor={factor}: give a positive number, or None for no limit")
+
+
+def check_experts(experts):
+    if not hasattr(experts, "groups"):  # such as peft's ParamWrapper
+        raise ValueError(
+            f"{type(experts).__name__} is in place of the experts: adapters of the experts' "
+            "parameters are not supported; leave out target_parameters"
+        )
 
 
 def check_router_logits():

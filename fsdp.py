@@ -651,7 +651,8 @@ def context(module, name):
 def no_sync(module):
     """Send nothing: add up gradients, in T more elements. The next backward outside sends them.
 
-    Until then, .grad is NaN. If zero_grad() clears it, it clears the gradients kept here, too.
+    Until then, .grad is NaN. If zero_grad() clears it, it clears the gradients kept here, too. A
+    write to .grad.data is not seen.
     """
     return context(module, "no_sync")
 

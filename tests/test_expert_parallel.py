@@ -241,6 +241,14 @@ def test_an_adapter_of_peft_on_the_router_trains(dtype):
     assert all(p.grad.any() for p in trained)
 
 
+def test_an_adapter_of_peft_on_the_experts_is_an_error():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=[], target_parameters=["0.experts.down_proj"], r=2)
+    adapted = peft.get_peft_model(make_model().float(), config)
+    with pytest.raises(ValueError, match="leave out target_parameters"):
+        adapted(own_tokens(rank=0).float())
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_an_adapter_of_lora_py_on_the_router_trains(dtype):
     model = make_model().to(dtype)
