@@ -66,6 +66,23 @@ def test_files_are_megatrons_byte_for_byte_and_read_back(vocab_size, code, folde
     assert [document.tolist() for document in indexed] == documents
     with pytest.raises(ValueError, match="must be 1 to 103"):
         GPTDataset(indexed, 104, 1)
+    with pytest.raises(ValueError, match="seed=4294967296 0 to 4294967295"):
+        GPTDataset(indexed, 9, 1, 2**32)
+
+
+INTEGERS = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+
+
+@pytest.mark.parametrize("code", INTEGERS)
+def test_tokens_of_all_of_megatrons_integers_are_read(code, folder):
+    tokens = np.arange(5).astype(INTEGERS[code])
+    header = b"MMIDIDX\0\0" + struct.pack("<qBqq", 1, code, 1, 2)
+    lengths = np.array([5], "<i4").tobytes()
+    Path("x.idx").write_bytes(header + lengths + struct.pack("<qqq", 0, 0, 1))
+    Path("x.bin").write_bytes(tokens.tobytes())
+    (document,) = IndexedDataset("x")
+    assert document.dtype == tokens.dtype
+    assert document.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_an_index_is_never_beside_the_tokens_of_another(folder, monkeypatch):
@@ -228,10 +245,21 @@ def test_a_wrong_line_is_an_error_with_its_number_and_nothing_is_written(words, 
 
 def test_it_says_how_much_was_read_and_left_out(folder, capsys):
     Path("in").write_bytes(2000 * GOOD + b'{"text": ""}\n')  # 1,013 bytes a line
+    start = time.monotonic()
     preprocess("in", "out")
+    slowest = 2.026 / (time.monotonic() - start)
     printed = capsys.readouterr().out
     assert "in, 2.0 MB · vocabulary of 257 · --workers 1\n" in printed
     assert "2,000 documents, 2,000,000 tokens, 1 empty left out, " in printed
+    (rate,) = re.findall(r"(\S+) MB/s\n", printed)
+    assert float(rate) > slowest - 0.1
+
+
+def test_a_counter_on_a_terminal_is_cleared(folder, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    Path("in").write_bytes(GOOD)
+    preprocess("in", "out")
+    assert "\x1b[K" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_memory_does_not_grow_with_the_input(folder, monkeypatch):

@@ -59,6 +59,16 @@ def test_the_shape_of_a_mixture_is_near_the_published_one(name):
     assert trained[0] == pytest.approx(trained[1], rel=0.3)
 
 
+def test_layers_are_the_nearest_multiple_of_8():
+    """28 layers of 12h² parameters, with h = 128 · 28, are 4.32e9."""
+    layers = [estimate.gpt_of(parameters).layers for parameters in (4.3e9, 4.4e9)]
+    assert layers == [24, 32]
+
+
+def test_a_step_takes_a_global_batch_and_the_last_one_what_is_left():
+    assert estimate.steps(1000, 3, 64) == 47  # 46.9
+
+
 def test_the_command_lines_mixture_has_the_shape_of_its_experts():
     flags = {"parameters": 46.7e9, "experts": 8, "top_k": 2, "sequence": 4096}
     model = estimate.model_of(flags)

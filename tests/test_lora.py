@@ -405,6 +405,18 @@ def test_a_quantized_layer_has_the_gradients_of_its_dequantized_weight():
 # ---- several ranks
 
 
+@pool.on(2)
+def test_a_gradient_of_minus_zero_on_one_rank_is_one_on_all():
+    """Otherwise weight decay would change the parameter on that rank only."""
+    model = adapted()
+    factors = lora.trained_by(model)
+    if pool.rank() == 0:
+        for factor in factors:
+            factor.grad = torch.full_like(factor, -0.0)
+    lora.average_adapters(model, pool.group())
+    assert all(factor.grad.eq(0).all() for factor in factors)
+
+
 @pool.on(2, 3)
 def test_adapters_are_averaged_also_where_a_rank_has_not_used_one():
     """Rank i has not used parameter i, and no rank the last."""
