@@ -90,6 +90,27 @@ def test_a_reproduction_is_short_and_needs_nothing_of_this_project(text):
     assert not any((ROOT / f"{name}.py").exists() for name in imported)
 
 
+BETWEEN_CLASSES = (
+    "vocab-cross-entropy",
+    "vocab-embedding",
+    "tp-block",
+    "clip-grad-norm",
+    "train-step",
+    "checkpoint",
+    "moe-mesh",
+)
+
+
+def test_the_page_begins_with_the_sums_of_what_lies_between_classes():
+    rows = [counts for *_, kind, counts in ROWS if kind in BETWEEN_CLASSES]
+    holds, wrong, refuses, lacks, not_offered = map(sum, zip(*rows, strict=True))
+    number = sum(map(sum, rows))
+    start = "".join(PAGE.splitlines()[:10])
+    assert f"{number} claims about {len(rows)} implementations" in start
+    assert f"{holds} hold, {wrong} are wrong, {refuses} is refused" in start
+    assert f"{lacks} are lacking, and {not_offered} are not offered" in start
+
+
 def test_the_readme_has_the_sums_of_the_page():
     counts = [counts for *_, counts in ROWS]
     holds, wrong, refuses, lacks, not_offered = map(sum, zip(*counts, strict=True))
