@@ -333,7 +333,6 @@ def record(directory, model, rename=None, state=None, noise=0):
 #        cat d     joined in dimension d        flat        joined as vectors, the rest cut off
 #        parts d   joined in dimension d, after each rank's tensor was cut: first all first pieces,
 #                  then all second ones (q, k, v in one matrix; in a zigzag these backward)
-#        only i    rank i has it, and the others have a tensor of another shape
 #
 #    Micro-batches are one more axis. `order d` is a layout after which dimension d is permuted.
 
@@ -369,7 +368,8 @@ def ways_to_join(group, whole, kind, sizes):
     shapes = {tensor.shape for tensor in group}
     if len(shapes) == 1:
         yield "same", operator.itemgetter(0)
-    if len(shapes) == 1 < len(group) and kind not in ("start", "value"):
+    is_replica = whole.numel() > 1 and all(torch.equal(group[0], each) for each in group)
+    if len(shapes) == 1 and not is_replica and kind not in ("start", "value"):
         yield "sum", sum
         if kind == "gradient" or whole.numel() == 1:
             yield "mean", mean
@@ -384,9 +384,6 @@ def ways_to_join(group, whole, kind, sizes):
                 how = "cat" if pieces == 1 else "parts"
                 options = {"dim": dim, "pieces": pieces, "backward": backward}
                 yield f"{how} {dim}", functools.partial(in_pieces, **options)
-    if len(shapes) > 1:
-        for index in range(len(group)):
-            yield f"only {index}", operator.itemgetter(index)
     if kind in OF_PARAMETERS:
         for shape in slices_of(whole.shape, sizes):
             yield "flat", functools.partial(flatten, shape=shape)
@@ -442,20 +439,6 @@ def joins(parts, axes, whole, kind):
                 yield {axis: how} | layout, tensor, max(spread, more)
 
 
-def without_replicas(parts, axes, whole):
-    """Drop the axes along which all ranks have the same bits: the common case, and a cheap one."""
-    axes = dict(axes)
-    for axis in list(axes):
-        groups = groups_along(parts, list(axes).index(axis))
-        tensors = [tensor for group in groups.values() for tensor in group[1:]]
-        firsts = [group[0] for group in groups.values() for _ in group[1:]]
-        is_whole = all(group[0].shape == whole.shape for group in groups.values())
-        if whole.numel() > 1 and is_whole and all(map(torch.equal, firsts, tensors)):
-            parts = {rest: group[0] for rest, group in groups.items()}
-            del axes[axis]
-    return parts, axes
-
-
 def reordered(tensor, whole, dim):
     """Return `tensor` with its slices along `dim` in the order of the nearest of whole's."""
     length = whole.shape[dim]
@@ -484,10 +467,7 @@ def difference(a, b):
 
 
 def norm(tensor):
-    size = tensor.norm().item()
-    if math.isfinite(size):
-        return size
-    return tensor.masked_fill(tensor.isinf(), 0.0).norm().item()
+    return tensor.norm().item()
 
 
 class Fit(NamedTuple):
@@ -514,16 +494,15 @@ class Problem:
     def fits(self):
         """Yield a Fit for each way to join the parts, and one for each scale that fits better."""
         factor = self.factor or 1.0
-        parts, axes = without_replicas(self.parts, self.axes, self.whole)
-        for layout, tensor, spread in joins(parts, axes, self.whole, self.kind):
+        for layout, tensor, spread in joins(self.parts, self.axes, self.whole, self.kind):
             if tensor.shape != self.whole.shape:
                 continue
-            named = {axis: layout.get(axis, "same") for axis in self.axes}
-            fit = self.fit(named, tensor, spread, factor)
+            fit = self.fit(layout, tensor, spread, factor)
             yield fit
-            scale = self.exact(self.scale_of(tensor))
-            if fit.error > LIMIT and self.kind in ("backward", "gradient") and scale > 0:
-                yield self.fit(named, tensor, spread, scale)
+            if fit.error > LIMIT and self.kind in ("backward", "gradient"):
+                scale = self.exact(self.scale_of(tensor))
+                if 0 < scale < math.inf:
+                    yield self.fit(layout, tensor, spread, scale)
 
     def fit(self, layout, tensor, spread, scale):
         error = norm(difference(tensor / scale, self.whole)) / self.unit
@@ -537,7 +516,7 @@ class Problem:
 
     def exact(self, scale):
         """Return a product of the sizes of axes, or a power of 2, if `scale` is near one."""
-        sizes = [2.0 ** round(math.log2(scale))] if scale > 0 else []
+        sizes = [2.0 ** round(math.log2(scale))] if 0 < scale < math.inf else []
         for size in (1.0, *self.axes.values()):
             sizes += [size, 1 / size, *(each * size for each in sizes)]
         return next((size for size in sizes if abs(scale / size - 1) < 0.02), scale)
@@ -574,7 +553,7 @@ class Problem:
             if self.kind == "backward" and self.size:
                 scales.add(self.exact(norm(fit.tensor) / self.size))
             for dim, scale in itertools.product(range(self.whole.dim()), scales):
-                if 1 < self.whole.shape[dim] <= 2048 and scale:
+                if 1 < self.whole.shape[dim] <= 2048 and 0 < scale < math.inf:
                     tensor = scale * reordered(fit.tensor / scale, self.whole, dim)
                     layout = fit.layout | {"all": f"order {dim}"}
                     yield self.fit(layout, tensor, fit.spread, scale)
@@ -657,6 +636,7 @@ class Comparison:
         self.flips = []  # tensors of which rounding changes a few rows altogether
         self.results = []
         self.open_files()
+        self.kinds = {kind for page in self.ranks for _, kind, _ in page["tensors"]}
         tensors = self.one["tensors"].items()
         epsilons = [
             torch.finfo(calls[0].dtype).eps for key, calls in tensors if key[1] == "forward"
@@ -699,10 +679,9 @@ class Comparison:
                 pairs.append((problems[worst], fits[worst]))
         if pairs:
             self.judge(result, *min(pairs, key=lambda pair: pair[1].error))
-        is_lost = kind == "gradient" and not parts and self.one["tensors"][key][0].any()
-        if is_lost and any(
-            (step, kind) == key[:2] for page in self.ranks for key in page["tensors"]
-        ):
+        # Sharded optimizers have no .grad at all.
+        is_lost = kind == "gradient" and not parts and kind in self.kinds
+        if is_lost and self.one["tensors"][key][0].any():
             result.state = "wrong"
             result.note = "no rank has a gradient"
         if kind in ("start", "value"):
@@ -737,10 +716,11 @@ class Comparison:
         before = before and self.one["tensors"][before][0].double()
         eps = max(torch.finfo(t.dtype).eps for t in (whole, *parts.values()))
         whole, *noises = (tensor.double() for tensor in (whole, *noises))
-        size = norm(whole) if before is None else norm(whole - before)
+        finite = whole.masked_fill(whole.isinf(), 0.0)
+        size = norm(finite) if before is None else norm(whole - before)
         unit = self.noise_of(key, whole, noises) + eps * size * (kind != "start")
         if kind in ("start", "value") and whole.numel():
-            unit += eps * whole.abs().max().item()  # one number may be rounded otherwise
+            unit += eps * finite.abs().max().item()  # one number may be rounded otherwise
         if whole.numel() < FEW:
             unit += self.coarsest * size / 8
         if before is not None:
@@ -811,6 +791,8 @@ class Comparison:
         factor = problem.factor or 1.0
         if bad := [place for place, tensor in problem.parts.items() if tensor.isnan().any()]:
             return f"NaN on {self.ranks_at(bad)}"
+        if problem.whole.isfinite().all() and not fit.tensor.isfinite().all():
+            return "infinite numbers"
         if fit.error <= LIMIT:
             return self.scale_as_words(fit.scale / factor)
         right = []
@@ -859,13 +841,12 @@ class Comparison:
         """
         lasts = [max(step for step, _, _ in page["tensors"]) for page in (self.one, *self.ranks)]
         late = [rank for rank, last in enumerate(lasts[1:]) if last < lasts[0]]
-        for step in range(lasts[0] + 1) if late else ():
-            keys = [key for key in self.one["tensors"] if key[:2] == (step, "forward")]
-            calls = [[len(page["tensors"].get(key, ())) for key in keys] for page in self.ranks]
-            if any(calls[rank] != calls[0] for rank in range(len(calls))):
+        for key in self.keys() if late else ():
+            counts = {len(page["tensors"][key]) for page in self.ranks if key in page["tensors"]}
+            if key[1] == "forward" and len(counts) > 1:
                 name = next(iter(self.starts))
                 note = f"{ranks_as_words(late)} took no step of the optimizer"
-                return Result(step, "value", name, "", note, "wrong")
+                return Result(key[0], "value", name, "", note, "wrong")
         return None
 
     def of(self, step, kind, names):
@@ -943,13 +924,12 @@ def compare(one, many, grid=None, noise=(), rename=None):
 
 def pages_of(directory, rename):
     """Return the recording of each rank. Their tensors stay in the files until they are read."""
-    paths = sorted(Path(directory).glob("rank*.pt"), key=lambda path: int(path.stem[4:]))
     pages = []
-    for path in paths:
+    for path in sorted(Path(directory).glob("rank*.pt"), key=lambda path: int(path.stem[4:])):
         page = torch.load(path, mmap=True, weights_only=True)
-        tensors = {
-            (s, k, renamed(n, rename)): calls for (s, k, n), calls in page["tensors"].items()
-        }
+        tensors = {}
+        for (step, kind, name), calls in page["tensors"].items():
+            tensors[step, kind, renamed(name, rename)] = calls
         parents = {}
         for (step, name), names in page["parents"].items():
             parents[step, renamed(name, rename)] = [renamed(each, rename) for each in names]

@@ -25,7 +25,9 @@ import pipeline
 import tensor_parallel as tp
 import zero
 
-V, T, C = 48, 16, 32
+V = 48  # words
+T = 16  # tokens in a sequence
+C = 32  # features
 
 
 class Attention(nn.Module):
@@ -114,6 +116,7 @@ class OneDevice:
     rename = None
     smoothing = 0.0
     micro_batches = 1
+    shards = False  # by PyTorch's fully_shard
 
     def __init__(self, dtype, autocast):
         torch.manual_seed(0)
@@ -245,6 +248,8 @@ class OurFSDP(OurDDP):
 
 
 class TorchsFSDP(OurDDP):
+    shards = True
+
     def set_up(self):
         mesh = DeviceMesh.from_group(pool.group(), "cpu")
         for block in self.net.blocks:
@@ -402,6 +407,7 @@ class TwoDimensional(OurDDP):
     """PyTorch's tensor parallelism inside its FSDP, on four ranks."""
 
     grid = {"dp": 2, "tp": 2}
+    shards = True
 
     def set_up(self):
         ranks = torch.arange(4).view(2, 2)
@@ -478,9 +484,6 @@ class Pipeline(OneDevice):
         self.model = Stage(self.net.blocks[self.rank], last if self.rank else first)
         self.rename = {"block": f"blocks.{self.rank}", "ends": ""}
         self.pipe = pipeline.Pipeline(self.model, self.schedule, 4, self.stage_loss)
-
-    def rename_(self, name):
-        return name
 
     def stage_loss(self, logits, targets):
         return self.cross_entropy(logits, targets).mean()
