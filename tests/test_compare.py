@@ -1,5 +1,6 @@
 """compare.py: right runs agree, and the origin of a planted mistake is named."""
 
+import copy
 import re
 import shutil
 
@@ -225,6 +226,27 @@ def test_infinities_of_a_mask_are_equal(tmp_path):
     record_pair(tmp_path / "noise", noise=1, make=Masked)
     found = compare.compare(tmp_path / "one", tmp_path / "one", noise=tmp_path / "noise")
     assert found.origin is None
+
+
+class Routed(Pair):
+    """A token goes one way or another. On one device there is a tie, which rounding breaks."""
+
+    def __init__(self, dropout):
+        super().__init__(dropout)
+        self.twin = copy.deepcopy(self.first)
+
+    def forward(self, x):
+        here = self.first(x)
+        is_less = here[:, :1] < self.twin(x)[:, :1]
+        return self.second(here * (1.0 - 2.0 * is_less))
+
+
+def test_routing_that_rounding_decides_is_refused(tmp_path):
+    record_pair(tmp_path / "one", make=Routed)
+    record_pair(tmp_path / "noise", noise=1, make=Routed)
+    record_pair(tmp_path / "many", scale=1e3, make=Routed)
+    text = refusal(tmp_path / "one", tmp_path / "many", noise=tmp_path / "noise")
+    assert "other experts, in step 0 second" in text
 
 
 def test_dropout_is_refused_if_the_runs_differ(tmp_path):
