@@ -43,6 +43,11 @@ Left out: targets that are probabilities; weights of classes; gradients of gradi
           keep a chunk on the chip
 """
 
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.6", "numpy"]
+# ///
+
 import argparse
 import copy
 import json
