@@ -585,7 +585,8 @@ def main():
     dtype = next(model.parameters()).dtype
     if demo.args.idea:
         return train_idea(demo, model, adamw, dtype)
-    scaler = GradScaler(demo.device.type, growth_factor=1.0)
+    # The scale never grows, because whole() divides by it after the step.
+    scaler = GradScaler(demo.device.type, growth_interval=2**31)
     optimizer = MixedPrecisionOptimizer(adamw, dtype, scaler)
 
     def whole():
