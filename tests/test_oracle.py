@@ -181,6 +181,11 @@ def test_the_table_begins_with_the_cause(sums):
 
 
 @pytest.mark.cpu
+def test_what_crashes_has_no_cause():
+    assert causes.sentence("ddp", "wrong.unusual:always_raises") == ""
+
+
+@pytest.mark.cpu
 def test_float32_inside_is_named(sums):
     assert verdicts.FLOAT32_INSIDE in judge("ddp", "float64", f"{sums}:SendsFloat32").why
 
