@@ -7,9 +7,9 @@ three numbers of them:
     z_y     the logit of the target y. The loss is lse - z_y
     Σz      the sum of the logits, if labels are smoothed
 
-These numbers of a set of words and of another one give those of both: lse = log(e^lse1 + e^lse2).
-So forward computes the logits of C words, keeps the three numbers, and drops the logits. Backward
-computes them again. With lse, a chunk of the softmax needs no other chunk:
+The numbers of two sets of words give those of their union: lse = log(e^lse1 + e^lse2), and z_y and
+Σz add up. So forward computes the logits of C words, keeps the three numbers, and drops the logits.
+Backward computes them again. With lse, a chunk of the softmax needs no other chunk:
 
                  x (T, H)   weight, C rows      logits (T, C)        kept
     forward      ■        · ■                 = ■ → lse, z_y, Σz     lse (T)
@@ -33,7 +33,7 @@ Each row of the weight's gradient is computed once, from all tokens. So in 16 bi
 without chunks. Chunks of tokens would add to it in each chunk, and round each time.
 
 Read section 1 for the idea (9 minutes), to section 3 for the technique (25), and the rest to use it
-as a library (35).
+as a library (37).
 
 Run:      torchrun --nproc-per-node 2 linear_cross_entropy.py       (or without torchrun)
 Papers:   Wijmans et al. 2024, Cut Your Losses, arXiv 2411.09009; Hsu et al. 2024, Liger Kernel,
@@ -78,6 +78,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 # --------------------------------------------------------------------------------------------------
 # 1. The idea: chunks of tokens. Forward computes the gradients, too, so the logits are not kept.
+#    Section 2 cuts the words instead.
 
 
 class NaiveLinearCrossEntropy(torch.autograd.Function):
@@ -131,7 +132,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         for _, z, column, is_here in chunks(x, weight, bias, target, options):
             z_y = z.gather(1, column).where(is_here, 0.0)
             z_sum = z.sum(1) if options.label_smoothing else torch.zeros_like(stats[2])
-            largest = z.amax(1).clamp(min=torch.finfo(dtype).min)  # -inf - -inf would be NaN
+            # If all logits are -inf, -inf - -inf would be NaN.
+            largest = z.amax(1).clamp(min=torch.finfo(dtype).min)
             exps = z.sub_(largest[:, None]).exp_()
             lse = exps.sum(1).log() + largest
             of_chunk = torch.stack([lse, z_y.squeeze(1), z_sum])
@@ -141,7 +143,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             stats = merge(of_ranks.unflatten(0, (-1, 3)))
         lse, z_y, z_sum = stats
         is_outside = (target < 0) | (target >= options.vocab_size)
-        lse = lse.masked_fill(is_outside, math.nan)  # on a GPU; check_targets() sees it on a CPU
+        # This happens only on a GPU: on a CPU, check_targets() has raised an error.
+        lse = lse.masked_fill(is_outside, math.nan)
         ctx.save_for_backward(x, weight, bias, target, lse)
         ctx.options = options
         smoothing = options.label_smoothing
@@ -185,7 +188,7 @@ def chunks(x, weight, bias, target, options):
     stop = min(len(weight), options.vocab_size - options.first)
     for start in range(0, stop, options.chunk_size):
         rows = slice(start, min(start + options.chunk_size, stop))
-        # Autocast in one pass alone would change the dtype, and lse would not fit the logits.
+        # Forward may run under autocast, and backward outside. Both must compute the same logits.
         with torch.autocast(x.device.type, enabled=False), torch._C.DisableTorchFunction():
             z = F.linear(x, weight[rows], None if bias is None else bias[rows])
         z = z.to(torch.promote_types(z.dtype, torch.float32))
@@ -231,7 +234,10 @@ class WholeInput(torch.autograd.Function):
 
 
 class SplitInput(torch.autograd.Function):
-    """The whole input from each rank's part of dimension 0, as Megatron's sequence parallelism."""
+    """The whole input from each rank's part of dimension 0, as Megatron's sequence parallelism.
+
+    Backward sums the ranks' gradients of this rank's part: a reduce-scatter.
+    """
 
     @staticmethod
     def forward(ctx, x_shard, process_group):
