@@ -23,8 +23,8 @@ For a layer of Ψ weights with K inputs, T tokens on a rank and N ranks:
 
 If three layers share one x, as q, k and v do, each keeps its own copy: 3TK bytes instead of 2TK.
 
-Read section 1 for the idea (6 minutes), to section 4 for the technique (25), and the rest to use
-it as a library (35).
+Read section 1 for the idea (9 minutes), to section 4 for the technique (34), and the rest to use it
+as a library (39).
 
 Run:      torchrun --nproc-per-node 2 fp8.py [--recipe rowwise]   (--idea: section 1 alone)
           python fp8.py runs one rank
@@ -94,7 +94,8 @@ class NaiveLinear(torch.autograd.Function):
         x8, x_scale, weight8, weight_scale = ctx.operands
         dy8, dy_scale = to_fp8(dy, E5M2)  # gradients need more range, and less precision
         dx = dy8.float() @ weight8.float() * (dy_scale * weight_scale)
-        return dx, dy8.float().t() @ x8.float() * (dy_scale * x_scale)  # autograd casts both
+        # Autograd casts both gradients to the dtypes of the inputs.
+        return dx, dy8.float().t() @ x8.float() * (dy_scale * x_scale)
 
 
 def naive_linear(x, weight, bias=None):
@@ -127,11 +128,12 @@ def quantize(x, block=(None, None), dtype=E4M3, split=None, process_group=None):
 
     Then the result is the shard of what one device has.
     """
-    x = x.float()  # from float64, a cast to 8 bits would round twice as well
+    x = x.float()  # PyTorch's cast from float64 to 8 bits goes through fp32, too
     check_blocks_are_whole(x.shape, block, split)
     amax = amax_of_blocks(x.abs(), block)
     if split is not None and not block[split]:  # other ranks have the rest of the block
-        amax = amax.nan_to_num(torch.inf, torch.inf)  # gloo's maximum loses a NaN
+        # gloo's maximum loses a NaN, but not an inf. The scale of both is NaN.
+        amax = amax.nan_to_num(torch.inf, torch.inf)
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=process_group)
     scale = power_of_two(amax / torch.finfo(dtype).max)
     values = x / scale_of_elements(scale, x.shape, block)
@@ -143,7 +145,7 @@ def amax_of_blocks(magnitudes, block):
     view = []  # blocks in R, rows of a block, blocks in C, columns of a block
     padding = []
     for length, wanted in zip(magnitudes.shape, block, strict=True):
-        size = wanted or max(length, 1)
+        size = wanted or max(length, 1)  # None: one block has all of them
         count = -(-length // size) if wanted else 1
         view += [count, size]
         padding = [0, count * size - length, *padding]  # F.pad begins with the last dimension
@@ -197,6 +199,7 @@ def has_kernel(a, b, dtype):
 
 @torch.compiler.assume_constant_result
 def kernel_runs(*formats):
+    """try_kernel(), whose answer torch.compile takes as a constant."""
     return try_kernel(*formats)
 
 
@@ -254,7 +257,10 @@ def convert(model, recipe="tensorwise", filter=None):
 
 
 class Float8Product(torch.autograd.Function):
-    """x Wᵀ, in 8 bits. Backward multiplies in 8 bits, too."""
+    """x Wᵀ, in 8 bits. Backward multiplies in 8 bits, too.
+
+    SPLITS, in section 4, says which dimension of x, of W and of dy is split over ranks.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, layer, dtype):
@@ -287,11 +293,11 @@ class Float8Product(torch.autograd.Function):
             )
             if layer.split == "shard":
                 weight8_t = all_gather(weight8_t, 1, layer.process_group)
-            dx = multiply(dy8, weight8_t, ctx.x_dtype)
+            dx = multiply(dy8, weight8_t, ctx.x_dtype)  # dy (Wᵀ)ᵀ
             if layer.split == "column":
                 dist.all_reduce(dx, group=layer.process_group)
         if ctx.needs_input_grad[1]:
-            dw = multiply(dy8_t, Quantized(*x8_t, block), weight.dtype)
+            dw = multiply(dy8_t, Quantized(*x8_t, block), weight.dtype)  # dyᵀ (xᵀ)ᵀ
             if layer.split == "shard":
                 dw = reduce_scatter(dw, layer.process_group)
         return dx, dw, None, None
