@@ -24,8 +24,8 @@ Bytes per parameter with Adam, for Ψ parameters on N ranks:
 step() takes 4 more bytes per parameter while it runs, for fp32 gradients. A GradScaler also sends
 one number per step.
 
-Read section 1 for the idea (6 minutes), to section 4 for the technique (28), and the rest to use
-it as a library (36).
+Read section 1 for the idea (7 minutes), to section 4 for the technique (39), and the rest to use it
+as a library (42).
 
 Run:      torchrun --nproc-per-node 2 amp.py            (--idea trains with section 1 alone)
           python amp.py runs one rank
@@ -99,13 +99,13 @@ def autocast_linear(layer, dtype):
 # --------------------------------------------------------------------------------------------------
 # 2. The scale: the largest that does not overflow, found by trial.
 
-# found_inf is 1 if a gradient is inf or NaN, 0 if all are finite, and this if there is none. The
-# largest of all ranks counts.
+# found_inf of an optimizer is 1 if a gradient is inf or NaN, and 0 if all are finite. If the
+# optimizer has no gradient, it is NO_GRADIENT. The largest of all ranks counts.
 NO_GRADIENT = -1.0
 
 
 def accessors(name):
-    """Return methods that get and set an entry of the GradScaler's state."""
+    """Return two methods of GradScaler: one gets an entry of its state, one sets it."""
 
     def get(self):
         return self._state[name]
@@ -152,7 +152,8 @@ class GradScaler:
         """Multiply a tensor, or the tensors in lists and tuples, by the scale."""
         if not self._enabled:
             return outputs
-        # fp16 cannot hold 2¹⁶. A loss in fp16 times a tensor in fp32, not a float, is in fp32.
+        # fp16 cannot hold 2¹⁶. So this is a tensor in fp32: its product with a loss in fp16 is in
+        # fp32. The product with a float would be in fp16.
         scale = torch.tensor(self.get_scale())
         return tree_map(lambda output: output * scale, outputs)
 
@@ -175,7 +176,8 @@ class GradScaler:
             return optimizer.step(*args, **kwargs)
         if optimizer not in self._found_inf:
             self.unscale_(optimizer)
-        check_step(self, optimizer, [*args, *kwargs.values()])  # found_inf is not NO_GRADIENT
+        # Raises an error if found_inf is NO_GRADIENT.
+        check_step(self, optimizer, [*args, *kwargs.values()])
         self._stepped.add(optimizer)
         return None if self._found_inf[optimizer] else optimizer.step(*args, **kwargs)
 
@@ -271,6 +273,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def __init__(self, optimizer, dtype, scaler=None):
         check_has_no_masters(optimizer)
+        # super().__init__() is not called: see __getattr__().
         self.optimizer = optimizer
         self.scaler = scaler or GradScaler(enabled=False)
         self.scale = self.scaler.scale  # the method: call optimizer.scale(loss)
@@ -347,7 +350,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         )
 
     def __getattr__(self, name):
-        # super().__init__() is not called, so param_groups, state and hooks are the optimizer's.
+        # As super().__init__() is not called, param_groups, state and hooks are the optimizer's.
         # self.optimizer would recurse while it is not set.
         return getattr(self.__dict__["optimizer"], name)
 
@@ -394,7 +397,7 @@ def adopt_written_weights(optimizer):
         if weight._version != version:  # PyTorch counts writes, but not those to .data
             if optimizer._is_new:
                 # DDP has broadcast rank 0's 16-bit weights. All masters, even rank 0's, become
-                # these, or ranks would differ.
+                # these, or ranks would differ. Then the lines below change nothing.
                 master.copy_(weight)
             # Where a state dict has not changed a weight, its master keeps its lower bits.
             is_same = master.to(weight.dtype) == weight
