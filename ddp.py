@@ -25,8 +25,8 @@ Cost per rank in elements, with Adam, for a model of Ψ parameters on N ranks:
     DDP                       Ψ            2Ψ          2Ψ          2Ψ(N-1)/N: a ring all-reduce of Ψ
     gradient_as_bucket_view   Ψ            Ψ           2Ψ          the same; .grad is a view
 
-Read section 1 for the idea (7 minutes), to section 2 for the technique (27), and the rest to use
-it as a library (38).
+Read section 1 for the idea (10 minutes), to section 2 for the technique (31), and the rest to use
+it as a library (45).
 
 Run:      torchrun --nproc-per-node 2 ddp.py            (--idea trains with section 1 alone)
           python ddp.py runs one rank
@@ -168,8 +168,8 @@ def broadcast(tensors, process_group):
         # As bytes, because gloo has no int16 and no float8.
         dist.broadcast(flat.view(torch.uint8), group=process_group, group_src=0)
         for tensor, values in zip(bucket, views_of(flat, bucket), strict=True):
-            # detach() shares the version of `tensor`, so this counts as a write: the optimizer of
-            # amp.py looks for those. A caller that must not change it passes `.data`.
+            # detach() shares the version counter of `tensor`. So this counts as a write, and the
+            # optimizer of amp.py notices it. If it must not count, the caller passes `.data`.
             tensor.detach().copy_(values)
 
 
@@ -252,7 +252,7 @@ class DistributedDataParallel(nn.Module):
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.views}
         # True if backward averages, and False if gradients stay in .grad. A forward outside
         # no_sync() sets it, and the end of a backward clears it. If two forwards come before their
-        # backwards, the outputs of the second one set it again.
+        # backwards, the second backward sets it again, in _pre_backward().
         self._will_average = False
         self._register_hooks()
 
@@ -299,8 +299,8 @@ class DistributedDataParallel(nn.Module):
 
     def _pre_backward(self, _):  # a tensor's hook gets its gradient
         self._will_average = True
-        # Backward may reach no parameter on this rank. With create_graph, which enables gradients,
-        # it only computes what a later backward starts from.
+        # Backward may reach no parameter on this rank. If gradients are enabled, by create_graph,
+        # this backward only computes what a later one starts from.
         if self.find_unused_parameters and not torch.is_grad_enabled():
             self._call_at_the_end(self._finish_with_unused)
 
@@ -324,8 +324,9 @@ class DistributedDataParallel(nn.Module):
         """Copy parameter.grad into its bucket, and send the buckets that are full."""
         bucket = self._bucket_of[parameter]
         parameter.grad = parameter.grad.to_dense()  # does nothing unless the gradient is sparse
+        # A communication hook divides by itself.
         divisor = 1 if self._comm_hook else dist.get_world_size(self.process_group)
-        bucket.fill(parameter, divisor)  # a communication hook divides by itself
+        bucket.fill(parameter, divisor)
         if self.gradient_as_bucket_view:
             parameter.grad = bucket.views[parameter]  # frees the tensor that autograd allocated
         # Ranks may fill buckets in different orders, so buckets are sent in the order of their
@@ -347,7 +348,7 @@ class DistributedDataParallel(nn.Module):
         for bucket in self._buckets:
             bucket.wait()
 
-    # Section 3.
+    # The library's part. Section 3 has the functions.
 
     @contextmanager
     def no_sync(self):
