@@ -39,8 +39,8 @@ Without a capacity, a rank sends exactly (a + b)h elements forward: a rows to ot
 results. Ranks also exchange 8E(N-1)/N bytes of counts, for which the host waits once. Reading
 aux_loss or z_loss all-reduces 2E + 1 numbers.
 
-Read section 1 for the idea (9 minutes), to section 3 for the technique (36), and the rest to use
-it as a library (47).
+Read section 1 for the idea (12 minutes), to section 3 for the technique (51), and the rest to use
+it as a library (61).
 
 Run:      torchrun --nproc-per-node 2 expert_parallel.py
 Papers:   Lepikhin et al. 2020, GShard, arXiv 2006.16668; Fedus et al. 2021, Switch, 2101.03961;
@@ -197,7 +197,8 @@ class Router(nn.Linear):
 def forget_graph(layer_ref, logits_ref, grad):
     """In backward, keep the numbers that the losses need, but not the graph.
 
-    A layer that holds its own graph is never freed, nor are the process groups in it.
+    MoE.route() makes this a hook of the logits, so backward calls it with their gradient. A layer
+    that holds its own graph is never freed, nor are the process groups in it.
     """
     layer = layer_ref()
     if layer is not None and layer.routing[0] is logits_ref():  # it had no other forward since
@@ -244,7 +245,7 @@ class MoE(nn.Module):
             self.shared_experts = Experts(1, hidden, num_shared_experts * ffn_hidden)
         # Of the last forward: logits, chosen experts, and which tokens are masked, (tokens, 1).
         self.routing = (None, None, None)
-        self.total = None  # of all ranks, for balance_losses()
+        self.total = None  # sums over all ranks, which balance_losses() keeps for a second call
         self.load = 0  # (E,), how often this rank chose each expert since update_bias()
         bias = torch.zeros(num_experts, dtype=torch.float32)  # stays 0 if it is not used
         self.register_buffer("bias", bias, persistent=bias_update_rate is not None)
@@ -259,9 +260,10 @@ class MoE(nn.Module):
             self.load = self.load + unmasked
         slots, counts, num_slots = self.assign_slots(chosen)
         rows = tokens.new_zeros(num_slots + 1, tokens.shape[1])
-        rows[slots] = tokens  # slots is (k, tokens): k copies of each token
+        # slots is (k, tokens): k copies of each token. Dropped choices share the extra slot.
+        rows[slots] = tokens
         results = self.run_experts(rows[:-1], counts)
-        results = F.pad(results, (0, 0, 0, 1))  # zeros for the extra slot, of dropped choices
+        results = F.pad(results, (0, 0, 0, 1))  # zeros for the extra slot
         output = (results[slots] * weights.T[..., None]).sum(0)  # first choice first
         if self.shared_experts is not None:
             output = output + self.shared_experts(tokens, [len(tokens)])
@@ -322,21 +324,21 @@ class MoE(nn.Module):
         sent = counts.view(groups.size, -1)  # (to rank, its expert)
         received = exchange_counts(sent, group)  # (from rank, this rank's expert)
         # The host waits for the device here, and only here.
-        sent_counts, counts = torch.stack([sent, received]).cpu()
+        sent_counts, received_counts = torch.stack([sent, received]).cpu()
         to_ranks = sent_counts.sum(1).tolist()
-        from_ranks = counts.sum(1).tolist()
+        from_ranks = received_counts.sum(1).tolist()
         # Backward runs from the bottom up. There the last line divides by N: an expert adds up the
         # gradients of N ranks' losses, and the loss is their mean. The next line multiplies by N: a
         # token needs the gradient of its own rank's loss.
-        N = groups.divisors[0]
-        rows = AllToAllRows.apply(rows, to_ranks, from_ranks, group, N)
+        divisor = groups.divisors[0]  # N, or 1 if the loss is a sum
+        rows = AllToAllRows.apply(rows, to_ranks, from_ranks, group, divisor)
         # Received rows are sorted by sender, then by expert.
         experts = torch.ones_like(received).cumsum(1).flatten()  # 1, 2, … for each sender
         of_rows = experts.repeat_interleave(received.flatten(), output_size=len(rows))
         order = of_rows.argsort(stable=True)
-        results = self.experts(rows[order], counts.sum(0).tolist())
+        results = self.experts(rows[order], received_counts.sum(0).tolist())
         by_sender = results[order.argsort()]
-        return AllToAllRows.apply(by_sender, from_ranks, to_ranks, group, 1 / N)
+        return AllToAllRows.apply(by_sender, from_ranks, to_ranks, group, 1 / divisor)
 
     # The library's part. Sections 3 and 4 have the functions.
 
@@ -392,6 +394,7 @@ class Groups:
         self.size = dist.get_world_size(process_group)  # N
         if loss not in ("mean", "sum"):
             raise ValueError(f"loss={loss!r}; give mean or sum")
+        # What gradients are divided by, for each axis: its size, or 1 if the loss is a sum.
         self.divisors = [group.size() if loss == "mean" else 1 for group in self.axes]
 
     def __deepcopy__(self, memo):  # a ProcessGroup cannot be copied
@@ -484,7 +487,7 @@ def average_gradients(module, process_group=None, edp_group=None):
     for bucket in buckets_of(replicated):
         all_reduce_flat(bucket, axes)
     for bucket in buckets_of(of_experts):
-        all_reduce_flat(bucket, axes[1:])  # over edp_group alone
+        all_reduce_flat(bucket, axes[1:])  # over edp_group. run_experts() has divided by N
 
 
 def buckets_of(gradients):
