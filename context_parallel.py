@@ -42,8 +42,8 @@ part would weigh tokens differently if ranks have unequal numbers of unmasked la
     total = F.cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="sum")
     loss = total / (labels != -100).sum()       # the ranks' losses add up, as their gradients do
 
-Read section 1 for the idea (13 minutes), to section 4 for the technique (34), and the rest to use
-it as a library (40).
+Read section 1 for the idea (14 minutes), to section 4 for the technique (48), and the rest to use
+it as a library (55).
 
 Run:      torchrun --nproc-per-node 2 context_parallel.py
 Papers:   Liu et al. 2023, Ring Attention, arXiv 2310.01889; Llama 3, 2407.21783, §3.3.2 (zigzag);
@@ -151,6 +151,7 @@ def naive_ring_attention(q, k, v, causal=False, process_group=None):
     for step in range(world_size):
         k, v = share_heads(block, q)
         scores = q @ k.mT * q.shape[-1] ** -0.5
+        # Query i is token rank · S/N + i of the whole sequence, and key j is owner · S/N + j.
         if causal:  # hide the keys that are later in the whole sequence than the query
             owner = (rank - step) % world_size
             later = torch.ones_like(scores).triu((rank - owner) * q.shape[2] + 1)
@@ -164,7 +165,10 @@ def naive_ring_attention(q, k, v, causal=False, process_group=None):
 
 
 def share_heads(kv, q):
-    """Return k and v with the heads of q: consecutive heads of queries share one of keys."""
+    """Return k and v with the heads of q: consecutive heads of queries share one of keys.
+
+    kv is k and v in one tensor, (2, B, K, S/N, D).
+    """
     copies = q.shape[1] // kv.shape[2]
     return kv if copies == 1 else kv.repeat_interleave(copies, dim=2)
 
@@ -185,6 +189,7 @@ def to_sequence(parts, dim, zigzag):
     """The inverse of to_parts()."""
     if zigzag:
         chunks = [chunk for part in parts for chunk in part.chunk(2, dim)]
+        # Each rank's first chunk, in order, then each rank's second chunk, from the last rank on.
         parts = chunks[::2] + chunks[::-2]
     return torch.cat(parts, dim)
 
@@ -232,8 +237,8 @@ def ring_attention(
 
     All ranks must call this, and then backward. See check_call().
     """
-    options = (causal, scale, process_group, zigzag, documents)
-    check_attention("ring_attention", q, k, v, *options)
+    arguments = (causal, scale, process_group, zigzag, documents)
+    check_attention("ring_attention", q, k, v, *arguments)
     if documents is not None:
         documents = lengths_of(documents)
     options = (process_group, causal, zigzag, documents)
@@ -261,6 +266,7 @@ class RingAttention(torch.autograd.Function):
         for block, tiles in blocks(kv, *options):
             for sequences, rows, cols, is_diagonal in tiles:
                 k, v = share_heads(block[:, sequences, :, cols], q)
+                # ctx.state, the seeds of dropout, may be those of any tile: dropout is left out.
                 result, *ctx.state = attend(q[sequences, :, rows], k, v, is_diagonal, scale)
                 merge(output[sequences, :, rows], lse[sequences, :, rows], *result)
         output = output.to(q.dtype)
@@ -293,7 +299,7 @@ class RingAttention(torch.autograd.Function):
                 continue
             if exchange:
                 grad += exchange.wait()
-            exchange = Exchange(grad, options[0])
+            exchange = Exchange(grad, options[0])  # the process group
         if exchange:
             own_grad += exchange.wait()
         return grad_q, own_grad, None, None  # autograd rounds to the inputs' dtypes
@@ -329,6 +335,8 @@ def tiles(
     size = num_tokens // 2 if zigzag else num_tokens  # of a chunk
     first = 0
     end = num_tokens
+    # Without zigzag, a part is one chunk. Then all queries see all keys of an earlier part, and no
+    # query sees a key of a later one.
     if causal and owner < rank:
         end = size  # all queries see the owner's first chunk, none sees the second
     if causal and owner > rank:
