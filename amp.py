@@ -99,21 +99,9 @@ def autocast_linear(layer, dtype):
 # --------------------------------------------------------------------------------------------------
 # 2. The scale: the largest that does not overflow, found by trial.
 
-# found_inf of an optimizer is 1 if a gradient is inf or NaN, and 0 if all are finite. If the
-# optimizer has no gradient, it is NO_GRADIENT. The largest of all ranks counts.
+# An optimizer's found_inf is 1 if a gradient is inf or NaN, and 0 if all are finite. Without any
+# gradient it is this. The largest of all ranks counts.
 NO_GRADIENT = -1.0
-
-
-def accessors(name):
-    """Return two methods of GradScaler: one gets an entry of its state, one sets it."""
-
-    def get(self):
-        return self._state[name]
-
-    def set(self, value):
-        self._state[name] = value
-
-    return get, set
 
 
 class GradScaler:
@@ -152,8 +140,7 @@ class GradScaler:
         """Multiply a tensor, or the tensors in lists and tuples, by the scale."""
         if not self._enabled:
             return outputs
-        # fp16 cannot hold 2¹⁶. So this is a tensor in fp32: its product with a loss in fp16 is in
-        # fp32. The product with a float would be in fp16.
+        # A tensor in fp32, so that its product with a loss in fp16 is in fp32. fp16 has no 2¹⁶.
         scale = torch.tensor(self.get_scale())
         return tree_map(lambda output: output * scale, outputs)
 
@@ -176,8 +163,7 @@ class GradScaler:
             return optimizer.step(*args, **kwargs)
         if optimizer not in self._found_inf:
             self.unscale_(optimizer)
-        # Raises an error if found_inf is NO_GRADIENT.
-        check_step(self, optimizer, [*args, *kwargs.values()])
+        check_step(self, optimizer, [*args, *kwargs.values()])  # also refuses NO_GRADIENT
         self._stepped.add(optimizer)
         return None if self._found_inf[optimizer] else optimizer.step(*args, **kwargs)
 
@@ -212,9 +198,23 @@ class GradScaler:
     def is_enabled(self):
         return self._enabled
 
-    get_growth_factor, set_growth_factor = accessors("growth_factor")
-    get_backoff_factor, set_backoff_factor = accessors("backoff_factor")
-    get_growth_interval, set_growth_interval = accessors("growth_interval")
+    def get_growth_factor(self):
+        return self._state["growth_factor"]
+
+    def set_growth_factor(self, new_factor):
+        self._state["growth_factor"] = new_factor
+
+    def get_backoff_factor(self):
+        return self._state["backoff_factor"]
+
+    def set_backoff_factor(self, new_factor):
+        self._state["backoff_factor"] = new_factor
+
+    def get_growth_interval(self):
+        return self._state["growth_interval"]
+
+    def set_growth_interval(self, new_interval):
+        self._state["growth_interval"] = new_interval
 
     def record_found_inf(self, optimizer, found_inf):
         """Replaces unscale_(). `found_inf` must be the same on all ranks."""
@@ -291,18 +291,18 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                 group["params"][i] = master
         # The state was that of the weights. Now it is that of the masters, with momenta in fp32.
         optimizer.load_state_dict(state)
-        self.write_model_params()  # sets _versions
-        self._is_new = True  # until the first step: adopt_written_weights() checks more
-        self._grad_versions = None  # of the gradients that unscale_() has copied
+        self._note_written_weights()
+        self._unscaled = None  # after unscale_(), versions of the gradients that it has copied
 
     @torch.no_grad()
     def unscale_(self):
-        """Copy the gradients to the masters, and divide them by the scale."""
+        """Copy the gradients to the masters, and divide them by the scale: once in a step."""
+        # PyTorch counts the writes to a tensor in _version.
         versions = [weight.grad is not None and weight.grad._version for weight in self._weights]
-        check_no_backward_since(self, versions)
-        if self._grad_versions is not None:  # clip_grad_norm_() or the caller has called this
+        if self._unscaled is not None:  # clip_grad_norm_() or the caller has called this
+            check_no_backward_since(self._unscaled, versions)
             return
-        self._grad_versions = versions
+        self._unscaled = versions
         gradients = []
         copies = []
         for weight, master in zip(self._weights, self._masters, strict=True):
@@ -323,25 +323,36 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """Update the masters, unless a gradient is inf or NaN, and round them into the model."""
         if closure is not None:
             raise ValueError("MixedPrecisionOptimizer.step() takes no closure")
-        adopt_written_weights(self)  # or step() would undo model.load_state_dict()
+        self._adopt_written_weights()  # or step() would undo model.load_state_dict()
         self.unscale_()
         if self.scaler.is_enabled():
             self.scaler.step(self.optimizer)
         else:
-            step_if_finite(self.optimizer, self._masters)
+            self._step_if_finite()
         self.scaler.update()
         self.write_model_params()
         self.optimizer.zero_grad()  # frees the fp32 gradients
-        self._grad_versions = None
+        self._unscaled = None
 
     @torch.no_grad()
     def write_model_params(self):
         """Round the masters into the model. Call it after you have written to the masters."""
         torch._foreach_copy_(self._weights, self._masters)
-        self._versions = [weight._version for weight in self._weights]
+        self._note_written_weights()
         self._is_new = False
 
     # Not needed for the technique:
+
+    _is_new = True  # until write_model_params(): adopt_written_weights() checks more
+
+    def _note_written_weights(self):  # so that later writes, by others, show
+        self._versions = [weight._version for weight in self._weights]
+
+    def _adopt_written_weights(self):
+        adopt_written_weights(self)
+
+    def _step_if_finite(self):
+        step_if_finite(self.optimizer, self._masters)
 
     def __getstate__(self):  # for copy and pickle
         raise TypeError(
@@ -361,14 +372,14 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             elif weight.grad is not None:
                 weight.grad.zero_()
         self.optimizer.zero_grad()  # if unscale_() was called, but not step()
-        self._grad_versions = None
+        self._unscaled = None
 
     def add_param_group(self, param_group):
         raise ValueError("give all parameter groups to the optimizer before it is wrapped")
 
     def state_dict(self):
         """Return the optimizer's state dict, with "master_weights" and "scaler" added."""
-        adopt_written_weights(self)
+        self._adopt_written_weights()
         ours = {"master_weights": self._masters, "scaler": self.scaler.state_dict()}
         return self.optimizer.state_dict() | ours
 
@@ -382,40 +393,6 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def reload_model_params(self):
         """Copy the model's weights to the masters. Call it on all ranks, or they will differ."""
         torch._foreach_copy_(self._masters, self._weights)
-
-
-@torch.no_grad()
-def adopt_written_weights(optimizer):
-    """Copy to its master each weight that was written since write_model_params().
-
-    Otherwise step() would undo what other code, such as model.load_state_dict(), writes. A write to
-    weight.data is not noticed after the first step(): call reload_model_params() after it.
-    """
-    for weight, master, version in zip(
-        optimizer._weights, optimizer._masters, optimizer._versions, strict=True
-    ):
-        if weight._version != version:  # PyTorch counts writes, but not those to .data
-            if optimizer._is_new:
-                # DDP has broadcast rank 0's 16-bit weights. All masters, even rank 0's, become
-                # these, or ranks would differ. Then the lines below change nothing.
-                master.copy_(weight)
-            # Where a state dict has not changed a weight, its master keeps its lower bits.
-            is_same = master.to(weight.dtype) == weight
-            master.copy_(torch.where(is_same, master, weight))
-        elif optimizer._is_new:  # only the first step looks for this, because it takes time
-            check_not_written_through_data(weight, master)
-
-
-def step_if_finite(optimizer, masters):
-    """Call optimizer.step(), unless a gradient is inf or NaN."""
-    gradients = [master.grad for master in masters if master.grad is not None]
-    is_finite = nn.utils.get_total_norm(gradients).isfinite()
-    if optimizer.defaults.get("fused"):  # its kernels read found_inf, and then change nothing
-        optimizer.found_inf = 1.0 - is_finite.float()
-        optimizer.step()
-        del optimizer.found_inf
-    elif is_finite:
-        optimizer.step()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -467,6 +444,9 @@ def promotes(name, inputs):
     return torch.float32 in [getattr(value, "dtype", None) for value in tree_leaves(inputs)]
 
 
+# --------------------------------------------------------------------------------------------------
+# 5. The library: the lists of autocast, weights that others write, checks.
+
 # PyTorch's lists for CUDA (ATen/autocast_mode.h), by the names that Python has for the operations.
 # Functions that call these are listed too, because a mode does not see the calls that they make.
 LOW_PRECISION = """matmul __matmul__ __rmatmul__ linalg_matmul mm mv bmm addmm addmv addbmm baddbmm
@@ -495,8 +475,38 @@ FP32 = set(FP32.split())
 PROMOTE = set(PROMOTE.split())
 
 
-# --------------------------------------------------------------------------------------------------
-# 5. The library: checks.
+@torch.no_grad()
+def adopt_written_weights(optimizer):
+    """Copy to its master each weight that was written since write_model_params().
+
+    Otherwise step() would undo what other code, such as model.load_state_dict(), writes. A write to
+    weight.data is not noticed after the first step(): call reload_model_params() after it.
+    """
+    for weight, master, version in zip(
+        optimizer._weights, optimizer._masters, optimizer._versions, strict=True
+    ):
+        if weight._version != version:  # PyTorch counts writes, but not those to .data
+            if optimizer._is_new:
+                # DDP has broadcast rank 0's 16-bit weights. All masters, even rank 0's, become
+                # these, or ranks would differ. Then the lines below change nothing.
+                master.copy_(weight)
+            # Where a state dict has not changed a weight, its master keeps its lower bits.
+            is_same = master.to(weight.dtype) == weight
+            master.copy_(torch.where(is_same, master, weight))
+        elif optimizer._is_new:  # only the first step looks for this, because it takes time
+            check_not_written_through_data(weight, master)
+
+
+def step_if_finite(optimizer, masters):
+    """Call optimizer.step(), unless a gradient is inf or NaN."""
+    gradients = [master.grad for master in masters if master.grad is not None]
+    is_finite = nn.utils.get_total_norm(gradients).isfinite()
+    if optimizer.defaults.get("fused"):  # its kernels read found_inf, and then change nothing
+        optimizer.found_inf = 1.0 - is_finite.float()
+        optimizer.step()
+        del optimizer.found_inf
+    elif is_finite:
+        optimizer.step()
 
 
 def check_factors(growth_factor, backoff_factor, init_scale):
@@ -533,9 +543,9 @@ def check_has_no_masters(optimizer):
         )
 
 
-def check_no_backward_since(optimizer, versions):
+def check_no_backward_since(unscaled, versions):
     """Raise an error if a gradient was written since the first unscale_() of this step."""
-    if optimizer._grad_versions not in (None, versions):
+    if versions != unscaled:
         raise RuntimeError(
             "backward ran after clip_grad_norm_() or unscale_(): call every backward first"
         )
