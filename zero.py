@@ -1,8 +1,7 @@
 """ZeRO: data parallelism with optimizer state, gradients and parameters split over the ranks.
 
 DDP keeps everything on each of N ranks. But an elementwise optimizer, such as Adam, can update any
-part of the parameters alone. So each rank updates 1/N of them, and keeps only their optimizer
-state.
+part of the parameters alone. So each rank updates 1/N of them, and keeps their optimizer state.
 
             backward →  reduce-scatter gradients →  update own shard →  all-gather parameters
     rank 0   g₀ ━━━━┯━━━━ ╲╱ ━━━━ sum of the left halves  ── AdamW ━━━━ ╲╱ ━━━━┯━━━━ p
@@ -16,9 +15,9 @@ state.
 Read section 1 for the idea (13 minutes), to section 4 for the technique (64), and the rest to use
 it as a library (95).
 
-The table has the bytes that a rank holds, and the elements that it sends, times (N-1)/N, in a step
-of m backwards. There are Ψ parameters of 16 bits, with Adam and fp32 master weights. Sharded
-gradients are in fp32:
+The bytes that a rank holds, and the elements that it sends, times (N-1)/N, in a step of m
+backwards. There are Ψ parameters of 16 bits, with Adam and fp32 master weights. Sharded gradients
+are in fp32:
 
            parameters  gradients  optimizer  sent     sent with no_sync()
     DDP    2Ψ          2Ψ         12Ψ        2mΨ      2Ψ
@@ -42,9 +41,8 @@ Left out: optimizers that need whole matrices (muon.py); Adafactor; groups added
           devices per rank; the meta device and optimizers over shards (fsdp.py); NCCL's
           reduce-scatter, which adds in another order; nn.Embedding(max_norm=…); a backward under
           another CUDA stream than its forward; training after an error. In Zero3: overlap of
-          gathers (fsdp.py), gradients of gradients outside of full_parameters(), and outputs that
-          are the input changed in place, a view of a parameter, or in other objects than lists,
-          tuples and dicts
+          gathers (fsdp.py), and outputs that are the input changed in place, or a view of a
+          parameter
 """
 
 # /// script
@@ -55,7 +53,6 @@ Left out: optimizers that need whole matrices (muon.py); Adafactor; groups added
 import argparse
 import collections
 import copy
-import dataclasses
 import functools
 import itertools
 import json
@@ -176,30 +173,23 @@ class Zero3Unit(nn.Module):
 
 # --------------------------------------------------------------------------------------------------
 # 2. ZeRO-1: the optimizer holds this rank's shard of the parameters, in buckets.
-
-
-def bucket_lists(parameters, kind, cap_bytes):
-    """Return lists, each of one kind. The last parameters come first, as in backward."""
-    lists = []
-    filling = {}  # {kind: its list that has less than `cap_bytes`}
-    for parameter in reversed(parameters):
-        together = filling.setdefault(kind(parameter), [])
-        together.append(parameter)
-        if sum(p.nbytes for p in together) >= cap_bytes:
-            lists.append(filling.pop(kind(parameter)))
-    return [*lists, *filling.values()]
-
-
-def round_up(number, multiple):
-    return -(-number // multiple) * multiple
+#
+# One collective for each parameter would be slow. So parameters of one kind lie in a flat tensor, a
+# bucket, which is cut into N equal shards. This is a bucket of weight = ■■■ and bias = □:
+#
+#             rank 0            rank 1
+#     flat    ■■■□              ■■■□                the parameters are views of it
+#     shard   ■■                ■□                  this rank's part, a view of flat
+#     master  ■■                ■□                  the shard, or its copy in fp32
+#     slots   weight ■■         weight ■, bias □    shards of parameters: views of master
+#     grad    ■■                ■□                  gradients, added over the ranks
 
 
 def flatten_and_move(parameters, N):
     """Move the parameters into one flat tensor, which N divides. They become views of it.
 
-    They begin at multiples of 64 bytes, as in PyTorch's own memory, and keep the strides of the
-    plain model. Otherwise kernels are slower or round differently. Shards have multiples of 16
-    bytes, for NCCL's speed.
+    Each begins at a multiple of 64 bytes and keeps the strides of the plain model. Otherwise
+    kernels are slower, or round differently. Shards have multiples of 16 bytes, for NCCL's speed.
     """
     first = parameters[0]
     numels = [round_up(parameter.numel(), 64 // first.itemsize) for parameter in parameters]
@@ -214,40 +204,49 @@ def flatten_and_move(parameters, N):
     return flat
 
 
+def round_up(number, multiple):
+    return -(-number // multiple) * multiple
+
+
+class Slot:
+    """The place of one parameter in its bucket. Comments have the numbers of rank 1 above."""
+
+    def __init__(self, parameter, bucket):
+        self.parameter = parameter
+        self.bucket = bucket
+        self.stride = parameter.stride()
+        self.start = parameter.storage_offset()  # in `flat`: weight 0, bias 3
+        first = self.start - bucket.shard.storage_offset()  # in the shard: weight -2, bias 1
+        end = first + parameter.numel()
+        # weight 0 to 1, bias 1 to 2. An end beyond the shard's is the shard's.
+        self.in_shard = slice(max(0, first), max(0, end))
+        self.shard = bucket.master[self.in_shard]  # this rank's elements, if any: ■ and □
+        self.is_reduced = False  # whether this rank's gradient is in bucket.grad already
+
+    def view(self, flat):
+        """Return the parameter's elements of a tensor such as `flat`, in its shape."""
+        return flat.as_strided(self.parameter.shape, self.stride, self.start)
+
+
 class Bucket:
-    """Parameters of one kind, in a flat tensor that is cut into N equal shards.
-
-    A kind is a dtype, and trained or frozen. For the parameters weight = ■■■ and bias = □ on two
-    ranks:
-
-                rank 0            rank 1
-        flat    ■■■□              ■■■□                the parameters are views of it
-        shard   ■■                ■□                  a view of flat
-        master  ■■                ■□                  the shard, or a copy: fp32, offload, Zero3
-        slots   weight ■■         weight ■, bias □    shards of parameters: views of master
-        grad    ■■                ■□                  gradients, added over the ranks
-    """
-
-    copies_shard = False  # True in ZeRO-3: master is always a copy, never the shard itself
+    """Parameters of one kind. The picture above has its attributes."""
 
     def __init__(self, parameters, process_group, offload):
         self.parameters = parameters
         self.process_group = process_group
         self.N = dist.get_world_size(process_group)
         self.flat = flatten_and_move(parameters, self.N)
-        self.viewed = self.flat  # what the parameters are views of; ZeRO-3 changes it
         self.shard = self.flat.chunk(self.N)[dist.get_rank(process_group)]
-        dtype = torch.float32 if self.flat.itemsize == 2 else self.flat.dtype
-        device = offload or self.flat.device
-        self.master = self.shard.to(device, dtype, copy=self.copies_shard)
-        if offload and self.flat.is_cuda:
-            self.master = self.master.pin_memory()  # copies are faster
+        self.master = self.make_master(offload)  # a copy in fp32, if the shard has 16 bits
         self.slots = [Slot(parameter, self) for parameter in parameters]
         self.grad = None  # the sum over ranks, until step() divides it by N
-        self.reducing = None  # during an all-to-all: its handle, and its output
+        self.reducing = None  # (handle, output) of the all-to-all under way
+
+    def make_master(self, offload):
+        return master_of(self.shard, offload)
 
     def start_reduce(self):
-        """Move the gradients out of .grad, and start to send shard r of them to rank r."""
+        """Move the gradients out of .grad, and begin to send part r of them to rank r."""
         gradients = torch.empty_like(self.flat)  # zeroing it would take 3% of a step
         for slot in self.slots:
             view = slot.view(gradients)
@@ -256,8 +255,8 @@ class Bucket:
             else:
                 view.copy_(slot.parameter.grad.to_dense())  # nn.Embedding(sparse=True)
                 slot.parameter.grad = None
-                slot.has_gradient = True
-        received = torch.empty_like(gradients)  # shard r is from rank r
+                slot.is_reduced = True
+        received = torch.empty_like(gradients)  # part r is rank r's gradient of this rank's shard
         handle = dist.all_to_all_single(
             received, gradients, group=self.process_group, async_op=True
         )
@@ -268,65 +267,17 @@ class Bucket:
         handle, received = self.reducing
         self.reducing = None
         handle.wait()
-        for shard in received.chunk(self.N):  # torch.sum() adds more than 4 in another order
+        for part in received.chunk(self.N):  # torch.sum() adds more than 4 in another order
             if self.grad is None:
-                self.grad = shard.to(self.master.dtype)  # a sum in fp16 would overflow at 65504
+                self.grad = part.to(self.master.dtype)  # a sum in fp16 would overflow at 65504
             else:
                 # Not +=: `grad` may be a view of `received`, and would keep all of it alive.
-                self.grad = self.grad + shard
+                self.grad = self.grad + part
 
     def all_gather(self):
         """Fill `flat` with the masters of all ranks."""
         self.shard.copy_(self.master)
         all_gather_single(self.flat, self.shard, group=self.process_group)
-
-
-class Slot:
-    """The place of one parameter in its bucket. Comments are about rank 1 above."""
-
-    def __init__(self, parameter, bucket):
-        self.parameter = parameter
-        self.parameter_class = type(parameter)
-        self.has_gradient = False  # reduced already; in step(): on any rank, also in .grad
-        self.stride = parameter.stride()
-        self.start = parameter.storage_offset()  # in `flat`: weight 0, bias 3
-        # Counted from the shard's first element: weight -2, bias 1.
-        first = self.start - bucket.shard.storage_offset()
-        # If the slice goes beyond the shard's end, indexing stops there.
-        self.in_shard = slice(max(0, first), max(0, first + parameter.numel()))
-        self.shard = bucket.master[self.in_shard]  # this rank's elements, if any: ■ and □
-        self.offset = max(0, -first)  # where `shard` begins in the parameter: weight 2, bias 0
-
-    def view(self, flat):
-        """Return the parameter's elements of a tensor such as `flat`, in its shape."""
-        return flat.as_strided(self.parameter.shape, self.stride, self.start)
-
-
-def shard_groups(optimizer):
-    """Return the parameter groups with shards for parameters, for the inner optimizer."""
-    groups = []
-    for group in optimizer.param_groups:
-        shards = [optimizer._slots[parameter].shard for parameter in group["params"]]
-        groups.append({**group, "params": shards})
-    return groups
-
-
-def buckets_to_reduce(optimizer):
-    """Return the buckets that have a .grad on any rank. Set has_gradient of each slot.
-
-    Ranks may use different parameters, but must issue the same collectives, and update the same
-    shards. So they tell each other what they have.
-    """
-    buckets = optimizer._buckets
-    slots = list(optimizer._slots.values())
-    of_slots = [slot.has_gradient or slot.parameter.grad is not None for slot in slots]
-    of_buckets = [any(p.grad is not None for p in bucket.parameters) for bucket in buckets]
-    flags = buckets[0].flat.new_tensor(of_slots + of_buckets, dtype=torch.uint8)
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=optimizer.process_group)
-    flags = flags.tolist()  # the host waits for the device here
-    for slot, flag in zip(slots, flags[: len(slots)], strict=True):
-        slot.has_gradient = bool(flag)
-    return [bucket for bucket, flag in zip(buckets, flags[len(slots) :], strict=True) if flag]
 
 
 class Zero1(torch.optim.Optimizer):
@@ -337,12 +288,12 @@ class Zero1(torch.optim.Optimizer):
     optimizer_class   makes an elementwise optimizer, with **optimizer_kwargs
     process_group     the ranks; None: all
     offload           "cpu": masters and optimizer state are in host memory, and updated there
-    bucket_cap_mb     a bucket is full at this size. A gradient is sent when its bucket is full.
+    bucket_cap_mb     a bucket is full at this size
     params            the parameters, or parameter groups, to train; None: all of the module
 
-    `param_groups` and `state` are those of the plain optimizer, for schedulers, but tensors in
-    `state` are shards. The inner optimizer has shards for parameters. Drop or clip gradients with
-    this class: module.zero_grad() and torch's clip_grad_norm_() see only a rank's own.
+    Drop or clip gradients with this class: module.zero_grad() and torch's clip_grad_norm_() see
+    only a rank's own. `param_groups` and `state` are those of the plain optimizer, but tensors in
+    `state` are shards.
     """
 
     bucket_class = Bucket
@@ -362,50 +313,57 @@ class Zero1(torch.optim.Optimizer):
         super().__init__(module.parameters() if params is None else params, dummy.defaults)
         self.module = module
         self.process_group = process_group
-        trained = set(self._parameters())
-        parameters = [p for p in module.parameters() if p in trained]
-        lists = bucket_lists(parameters, self._kind, bucket_cap_mb * 2**20)
+        # Parameters of one kind, up to bucket_cap_mb. The last ones come first, as in backward.
+        lists = self._bucket_lists(bucket_cap_mb * 2**20)
         check_arguments(self, type(dummy), lists)
         self._broadcast()  # rank 0's parameters and buffers
         self._buckets = [self.bucket_class(each, process_group, offload) for each in lists]
         self._slots = {slot.parameter: slot for bucket in self._buckets for slot in bucket.slots}
-        self._optimizer = optimizer_class(shard_groups(self), **optimizer_kwargs)
-        self._take_state()  # self.state gets the inner optimizer's
+        # The inner optimizer. Its parameters are the slots' shards.
+        self._inner = self._over_shards(optimizer_class, optimizer_kwargs)
 
     def _kind(self, parameter):
         """Return what is alike for all parameters in a bucket."""
         return parameter.dtype, parameter.requires_grad
 
     def step(self, closure=None):
-        """Update this rank's shards, drop the gradients, and gather the parameters."""
+        """Reduce the gradients, update this rank's shards, and gather the parameters."""
         loss = closure and closure()
         check_step(self)
         self._adopt_user_writes()  # masters get what the user wrote into the parameters
-        buckets = self._reduce_gradients()
+        buckets, slots = self._reduce_gradients()
         for bucket in buckets:
             bucket.grad /= bucket.N  # once, as on one device
-            grad = bucket.grad.to(bucket.master.device)
-            for slot in bucket.slots:
-                # Optimizers skip a parameter without a gradient, but not one with zeros.
-                if slot.has_gradient:
-                    slot.shard.grad = grad[slot.in_shard]
-        # The inner optimizer takes options and state from this one, in each step: schedulers change
-        # options, and users reset state.
-        self._optimizer.param_groups = shard_groups(self)
-        self._optimizer.state = {slot.shard: self.state[p] for p, slot in self._slots.items()}
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+            bucket.grad = bucket.grad.to(bucket.master.device)
+        for slot in slots:
+            slot.shard.grad = slot.bucket.grad[slot.in_shard]
+        self._pass_on()  # the options and the state to the inner optimizer
+        self._inner.step()
+        self._inner.zero_grad()
         self.zero_grad()
         for bucket in buckets:
             bucket.all_gather()
         return loss
 
     def _reduce_gradients(self):
-        """Reduce what is still in .grad. Return the buckets that have gradients."""
-        for bucket in buckets_to_reduce(self):  # the same on all ranks
+        """Reduce what is in .grad. Return the buckets, and the slots, that have gradients.
+
+        Ranks may use different parameters, but must issue the same collectives, and update the same
+        shards: optimizers skip a parameter without a gradient, but not one with zeros. So the ranks
+        tell each other what they have.
+        """
+        buckets = self._buckets
+        slots = list(self._slots.values())
+        to_reduce = [any(p.grad is not None for p in bucket.parameters) for bucket in buckets]
+        to_update = [slot.is_reduced or slot.parameter.grad is not None for slot in slots]
+        flags = buckets[0].flat.new_tensor(to_reduce + to_update, dtype=torch.uint8)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
+        flags = flags.tolist()  # the host waits for the device here
+        for bucket in itertools.compress(buckets, flags):
             self._start_reduce(bucket)
         self._finish_reduce()
-        return [bucket for bucket in self._buckets if bucket.grad is not None]
+        has_grad = [bucket for bucket in buckets if bucket.grad is not None]
+        return has_grad, list(itertools.compress(slots, flags[len(buckets) :]))
 
     def _start_reduce(self, bucket):
         self._finish_reduce()  # of the bucket before: only one is held twice
@@ -422,33 +380,31 @@ class Zero1(torch.optim.Optimizer):
         for bucket in self._buckets:
             bucket.grad = None
             for slot in bucket.slots:
-                slot.has_gradient = False
-
-    def no_sync(self):
-        """A context for all backwards of a step but the last. Gradients stay whole, in .grad."""
-        return nullcontext()  # in Zero1, backward never reduces
+                slot.is_reduced = False
 
     # The library. Section 5 says what these methods do; go on with section 3.
 
     def _parameters(self):  # of all groups, in the order of state dicts
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
+    def _bucket_lists(self, cap_bytes):
+        return bucket_lists(self, cap_bytes)
+
     def _broadcast(self):
         broadcast_from_rank_0(self)
 
-    def _take_state(self):  # state[parameter] becomes the inner optimizer's state of its shard
-        self.state.update((p, self._optimizer.state[s.shard]) for p, s in self._slots.items())
+    def _over_shards(self, optimizer_class, options):
+        return inner_optimizer(self, optimizer_class, options)
+
+    def _pass_on(self):
+        pass_on(self)
 
     def _adopt_user_writes(self):
         adopt_user_writes(self)
 
-    def __getstate__(self):
-        check_is_copied(self)
-
-    def add_param_group(self, param_group):
-        if hasattr(self, "_buckets"):
-            raise ValueError("the buckets are made: give all parameter groups to the constructor")
-        super().add_param_group(param_group)
+    def no_sync(self):
+        """A context for all backwards of a step but the last. Gradients stay whole, in .grad."""
+        return nullcontext()  # in Zero1, backward never reduces
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0, *, counted=None, process_groups=()):
         return clip_grad_norm_(self, max_norm, norm_type, counted, process_groups)
@@ -456,11 +412,17 @@ class Zero1(torch.optim.Optimizer):
     def unscale_(self, loss_scale):
         return unscale_(self, loss_scale)
 
+    def add_param_group(self, param_group):
+        add_param_group(self, param_group)
+
     def state_dict(self):
         return whole_state_dict(self)
 
     def load_state_dict(self, state_dict):
         load_whole_state_dict(self, state_dict)
+
+    def __getstate__(self):
+        check_is_copied(self)
 
     def shards(self):
         return shards_of(self)
@@ -474,55 +436,15 @@ class Zero1(torch.optim.Optimizer):
 # 3. ZeRO-2: backward reduces gradients, so that few are whole at a time.
 
 
-class WeakHook:
-    """Calls a method of the optimizer, but does not keep it alive, as a module's hooks would."""
-
-    def __init__(self, method=None):
-        self.method = method and weakref.WeakMethod(method)
-
-    @torch.compiler.disable
-    def __call__(self, *args):
-        method = self.method and self.method()
-        if method:
-            method(*args)
-
-    def __reduce__(self):  # copy.deepcopy(model) and torch.save(model) call this
-        return WeakHook, ()  # it has no method: the copy is not the optimizer's module
-
-
-def hook_outputs(inputs, output, hook):
-    """Let backward call `hook` when it reaches a tensor in `output`.
-
-    If an output is also an input, the module that made it has hooked it.
-    """
-    inputs = {id(tensor) for tensor in tensors_in(inputs)}
-    for tensor in tensors_in(output):
-        if id(tensor) not in inputs:
-            tensor.register_hook(hook)
-
-
-def tensors_in(output):
-    """Yield the tensors that have a graph, also those in containers and other objects."""
-    waiting = [output]
-    seen = set()  # ids, because objects may refer to each other
-    for each in waiting:  # it grows
-        if id(each) in seen or isinstance(each, (type, nn.Module)):
-            continue
-        seen.add(id(each))
-        if torch.is_tensor(each) and each.grad_fn:
-            yield each
-        elif isinstance(each, Mapping):
-            waiting.extend(each.values())
-        elif isinstance(each, (list, tuple, set, collections.deque)):
-            waiting.extend(each)
-        elif dataclasses.is_dataclass(each):  # it may have slots
-            waiting.extend(getattr(each, field.name, None) for field in dataclasses.fields(each))
-        elif not torch.is_tensor(each):
-            waiting.extend(getattr(each, "__dict__", {}).values())
-
-
 class Zero2(Zero1):
     """Zero1 with sharded gradients. Backward reduces a bucket when it is full, and goes on.
+
+    These are called by hooks, in order of time:
+
+        _post_forward            the module has run: outputs get hooks
+        _pre_backward            backward has reached an output
+        _post_accumulate_grad    a gradient is in .grad: its bucket is reduced, if that is full
+        _post_backward           backward has ended: the other buckets are reduced
 
     On every rank, each backward must begin at an output of the module, or reach a parameter.
     Otherwise ranks wait for each other.
@@ -534,22 +456,12 @@ class Zero2(Zero1):
         self._in_backward = False
         self._to_reduce = []  # the buckets that the running backward has yet to reduce
         self._arrived = set()  # parameters whose gradients this backward has computed
-        self._nodes = []  # autograd's, which add to .grad: a hook ends with its node
-        hook = WeakHook(self._post_accumulate_grad)
-        for parameter in self._slots:
-            if parameter.requires_grad:
-                # A hook on the node runs after all hooks on the parameter, such as the user's.
-                node = torch.autograd.graph.get_gradient_edge(parameter).node
-                node.register_hook(functools.partial(hook, parameter))
-                self._nodes.append(node)
-        module.register_forward_hook(WeakHook(self._post_forward), with_kwargs=True)
+        self._register_hooks()
 
     def _post_forward(self, module, args, kwargs, output):
-        """A hook. Let backward call _begin_backward(module) when it reaches an output."""
-        hook_outputs((args, kwargs), output, functools.partial(self._begin_backward, module))
+        hook_outputs((args, kwargs), output, functools.partial(self._pre_backward, module))
 
-    def _begin_backward(self, module=None, gradient=None):
-        """A hook. Backward has reached an output of `module`, or begins with a parameter."""
+    def _pre_backward(self, module=None, gradient=None):
         if self._in_backward:
             return
         self._in_backward = True
@@ -557,16 +469,12 @@ class Zero2(Zero1):
             self._to_reduce = [b for b in self._buckets if b.parameters[0].requires_grad]
         # _post_backward runs when the current backward ends. If a parameter's hook called this
         # first, that might be the inner backward of a reentrant checkpoint, which ends too early.
-        # So hooks of outputs call this, too.
+        # So outputs have hooks, too.
         torch.autograd.Variable._execution_engine.queue_callback(self._post_backward)
 
     def _post_accumulate_grad(self, parameter, *_):
-        """A hook. Backward has added to the .grad of `parameter`."""
-        self._begin_backward()  # if no hook of an output has called it
+        self._pre_backward()  # if backward has reached no output of the module
         self._arrived.add(parameter)
-        self._reduce_full()
-
-    def _reduce_full(self):
         # Ranks may fill buckets in different orders, but must send them in one order.
         while self._to_reduce and self._arrived.issuperset(self._to_reduce[0].parameters):
             self._start_reduce(self._to_reduce.pop(0))
@@ -579,14 +487,13 @@ class Zero2(Zero1):
         self._arrived.clear()
         self._in_backward = False
 
-    @contextmanager
+    # The library: see section 5.
+
+    def _register_hooks(self):
+        register_hooks(self)
+
     def no_sync(self):
-        before = self._sync
-        self._sync = False
-        try:
-            yield
-        finally:
-            self._sync = before
+        return no_sync(self)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -596,7 +503,10 @@ class Zero2(Zero1):
 class FreeableBucket(Bucket):
     """A bucket whose parameters have memory only between unfree() and free()."""
 
-    copies_shard = True  # free() frees the shard, but not the master
+    is_freed = False
+
+    def make_master(self, offload):
+        return master_of(self.shard.clone(), offload)  # free() frees the shard
 
     def free(self):
         """Free the memory of `flat`, but keep the storage object.
@@ -604,89 +514,63 @@ class FreeableBucket(Bucket):
         Tensors that autograd saved for backward share it, and unfree() fills it again. Until then,
         the .data of each parameter is one NaN, expanded to its shape.
         """
-        nan = torch.full((), torch.nan, device=self.flat.device)
-        self.viewed = nan.to(self.flat.dtype)
-        for slot in self.slots:
-            slot.parameter.data = self.viewed.expand(slot.parameter.shape)
-            slot.parameter.__class__ = FreedParameter
+        self.is_freed = True
+        self.nan = torch.full((), torch.nan, device=self.flat.device).to(self.flat.dtype)
+        for parameter in self.parameters:
+            parameter.data = self.nan.expand(parameter.shape)
+        self.refuse_use()
         self.flat.untyped_storage().resize_(0)
 
     def unfree(self):
-        """Allocate and gather `flat`."""
+        """Allocate and gather `flat`, if it is freed."""
+        if not self.is_freed:
+            return
         check_is_here(self)
+        self.is_freed = False
         self.flat.untyped_storage().resize_(self.flat.nbytes)
-        self.viewed = self.flat
+        self.allow_use()
         for slot in self.slots:
-            slot.parameter.__class__ = slot.parameter_class
             slot.parameter.data = slot.view(self.flat)
         self.all_gather()
 
-    @property
-    def freed(self):
-        return self.viewed is not self.flat
-
     def all_gather(self):
-        if not self.freed:  # if it is, unfree() in the next forward gathers
+        if not self.is_freed:  # if it is, unfree() in the next forward gathers
             super().all_gather()
 
+    # The library: a freed parameter refuses to be used.
 
-class FreedParameter(nn.Parameter):
-    """The class of a parameter while it is freed. Such a parameter refuses to be used."""
+    def refuse_use(self):
+        refuse_use(self)
 
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        check_is_unused(function, out=(kwargs or {}).get("out"))  # raises if it writes
-        result = super().__torch_function__(function, types, args, kwargs or {})
-        check_is_unused(function, result)  # raises if it has read NaN
-        return result
-
-
-def units_around(module, units=None):
-    """Return {module or parameter: the set of units around it} for all inside `module`.
-
-    A unit is around itself and all modules inside it. It is around a parameter if it is around all
-    modules that share the parameter. For a model with the unit `block` and a layer `head`, the
-    block and its parameters have {model, block}, and the head has {model}.
-    """
-    if units is None:
-        lists = [m for m in module.modules() if isinstance(m, (nn.Sequential, nn.ModuleList))]
-        units = itertools.chain(*lists)
-    around = {child: frozenset() for child in module.modules()}
-    units = {module, *units}
-    if not around.keys() >= units:
-        raise ValueError("units has modules that are not inside the module")
-    for unit in units:
-        for child in unit.modules():
-            around[child] |= {unit}
-    for child in module.modules():
-        for parameter in child.parameters(recurse=False):
-            around[parameter] = around[child] & around.get(parameter, around[child])
-    return around
-
-
-def buckets_needed(buckets, around, module):
-    """Return {child: the buckets to gather for it}: all whose units are also around the child.
-
-    Above, the block needs the buckets with {model, block} and with {model}. The head needs those
-    with {model}.
-    """
-    needed = {}
-    for child in module.modules():
-        needed[child] = [b for b in buckets if around[b.parameters[0]] <= around[child]]
-    return needed
+    def allow_use(self):
+        allow_use(self)
 
 
 class Zero3(Zero2):
     """Zero2 with sharded parameters, which are whole only while a unit that needs them runs.
 
-    forward   gather unit 0, run it   free 0, gather 1, run 1   free 1, gather 2, run 2   free 2
-    backward  gather unit 2, run it   reduce its gradients, free 2, gather 1, run 1       …
-
     `units` are modules inside of `module`; by default, the members of nn.Sequential and
-    nn.ModuleList, such as transformer blocks. The whole module is a unit, too: its own parameters
-    are whole until its forward or backward ends. A parameter belongs to the innermost unit that has
-    all its uses. All ranks must run the same units in the same order. If they use different members
-    of a list, such as experts, let the list be a unit.
+    nn.ModuleList, such as transformer blocks. The whole module is a unit, too. A parameter belongs
+    to the smallest unit that has all its uses. With the units 0, 1 and 2, and a parameter of the
+    model itself, hooks do this in a step:
+
+        called                  frees            gathers
+        _pre_forward(model)                      the model's
+        _pre_forward(0)                          0
+        _pre_forward(1)         0                1
+        _pre_forward(2)         1                2
+        _post_forward(model)    2, the model's
+        _pre_backward(2)                         2, the model's
+        _pre_backward(1)        2                1
+        _pre_backward(0)        1                0
+        _post_backward          0, the model's
+
+    Backward reduces the gradients of what it frees. If it runs unit 1 forward again, because of a
+    checkpoint, _pre_forward(1) is called just before or after _pre_backward(1), and only the first
+    of them finds something to do.
+
+    All ranks must run the same units in the same order. If they use different members of a list,
+    such as experts, let the list be a unit.
 
     A freed parameter refuses to be used. So call a unit instead of reading its weights. Initialize,
     load, copy or read parameters, and compute gradients of gradients, in full_parameters().
@@ -695,76 +579,75 @@ class Zero3(Zero2):
     bucket_class = FreeableBucket
 
     def __init__(self, module, *args, units=None, **kwargs):
-        # {module or parameter: the units around it}, for _kind(), which super().__init__() calls.
-        self._around = units_around(module, units)
+        # {parameter: the modules that need it whole}: all inside its unit. For _kind().
+        self._needed_by = self._find_units(module, units)
         super().__init__(module, *args, **kwargs)
-        # {module: the buckets that it needs whole}
-        self._needed = buckets_needed(self._buckets, self._around, module)
-        self._kept = []  # buckets that are whole when no unit runs: all in full_parameters()
-        for child in module.modules():  # a module inside a unit may run alone
-            child.register_forward_pre_hook(WeakHook(self._enter), prepend=True)
-            child.register_load_state_dict_pre_hook(check_is_whole)  # assign=True, too
-            if child is not module:  # Zero2.__init__ has hooked it, with the method below
-                child.register_forward_hook(WeakHook(self._post_forward), with_kwargs=True)
-        self._unshard_only(self._kept)  # frees all
+        self._needs = {}  # {module: the buckets that it needs}
+        self._is_full = False  # True in full_parameters(): nothing is freed
+        for child in module.modules():
+            needs = [b for b in self._buckets if child in self._needed_by[b.parameters[0]]]
+            self._needs[child] = needs
+        self._register_unit_hooks()
+        self._free_all_but([])
 
     def _kind(self, parameter):
-        return *super()._kind(parameter), self._around[parameter]
+        return *super()._kind(parameter), self._needed_by[parameter]
 
-    def _enter(self, module, args=None):
-        """A hook. `module` is about to run forward, or has been reached by backward."""
-        needed = self._needed[module]
-        # A module inside a unit that runs already finds everything gathered.
-        if any(bucket.freed for bucket in needed):
-            self._unshard_only(needed)
+    def _pre_forward(self, module, args):
+        self._unshard(module)
 
     def _post_forward(self, module, args, kwargs, output):
         super()._post_forward(module, args, kwargs, output)
         # In backward, a checkpoint runs the forward again, and then needs the parameters.
         if module is self.module and not self._in_backward:
-            self._unshard_only(self._kept)
+            self._free_all_but([])
 
-    def _begin_backward(self, module=None, gradient=None):
-        super()._begin_backward()
+    def _pre_backward(self, module=None, gradient=None):
+        super()._pre_backward()
         if module is not None:
             check_create_graph(self)
-            self._enter(module)
+            self._unshard(module)
 
-    def _unshard_only(self, needed):
-        """Gather these buckets, and free all others.
-
-        Backward, too, is done with a unit when it enters another: it reverses the forward.
-        """
-        past = [b for b in self._buckets if not (b.freed or b in needed)]
-        self._reduce_past(past)
-        for bucket in past:
-            bucket.free()
-        for bucket in needed:
-            if bucket.freed:
+    def _unshard(self, module):
+        """Gather what `module` needs. Free all else: forward and backward are done with it."""
+        needed = self._needs[module]
+        # A module inside a unit that runs already finds everything gathered.
+        if any(bucket.is_freed for bucket in needed):
+            self._free_all_but(needed)
+            for bucket in needed:
                 bucket.unfree()
 
-    def _reduce_past(self, past):
-        """Reduce the units that backward leaves. Outside of a backward, _to_reduce is empty."""
-        past = [bucket for bucket in past if bucket in self._to_reduce]
+    def _free_all_but(self, needed):
+        if self._is_full:
+            return
+        past = [b for b in self._buckets if not (b.is_freed or b in needed)]
+        to_reduce = [bucket for bucket in past if bucket in self._to_reduce]
         # If no gradient has arrived, a checkpoint around several units has only run them forward
-        # again. Otherwise all are reduced, because other ranks may have gradients in other buckets.
-        if any(self._arrived.intersection(bucket.parameters) for bucket in past):
-            for bucket in past:
+        # again. If one has, all are reduced: other ranks may have gradients in other buckets.
+        if any(self._arrived.intersection(bucket.parameters) for bucket in to_reduce):
+            for bucket in to_reduce:
                 self._to_reduce.remove(bucket)
                 self._start_reduce(bucket)
+        for bucket in past:
+            bucket.free()
 
-    def _reduce_full(self):
-        """Do nothing: _reduce_past() reduces.
-
-        A bucket may be full before the next gather on one rank, and after it on another. But all
-        ranks must send in one order.
-        """
+    def _post_accumulate_grad(self, parameter, *_):
+        self._pre_backward()
+        self._arrived.add(parameter)  # for _free_all_but()
+        # Unlike Zero2, do not reduce a full bucket: it may be full before the next gather on one
+        # rank, and after it on another. But all ranks must send in one order.
 
     def _post_backward(self):
         super()._post_backward()
-        self._unshard_only(self._kept)
+        self._free_all_but([])
 
     # The library: see section 5.
+
+    def _find_units(self, module, units):
+        return modules_that_need(module, units)
+
+    def _register_unit_hooks(self):
+        register_unit_hooks(self)
 
     def full_parameters(self):
         return full_parameters(self)
@@ -774,7 +657,21 @@ class Zero3(Zero2):
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. The library: start, norms, whole parameters, state dicts and pieces of checkpoints.
+# 5. The library: start, masters, hooks, norms, whole parameters, state dicts, checkpoints.
+
+
+def bucket_lists(optimizer, cap_bytes):
+    """Return lists of parameters, each of one kind, which become buckets."""
+    trained = set(optimizer._parameters())
+    lists = []
+    filling = {}  # {kind: its list that has less than `cap_bytes`}
+    for parameter in reversed([p for p in optimizer.module.parameters() if p in trained]):
+        kind = optimizer._kind(parameter)
+        together = filling.setdefault(kind, [])
+        together.append(parameter)
+        if sum(p.nbytes for p in together) >= cap_bytes:
+            lists.append(filling.pop(kind))
+    return [*lists, *filling.values()]
 
 
 def broadcast_from_rank_0(optimizer):
@@ -804,6 +701,51 @@ def same_parameters(optimizer):
     return [parameter for parameter in optimizer.module.parameters() if parameter not in different]
 
 
+def master_of(shard, offload):
+    """Return the shard itself, or a copy: in fp32 if it has 16 bits, and on another device."""
+    dtype = torch.float32 if shard.itemsize == 2 else shard.dtype
+    master = shard.to(offload or shard.device, dtype)
+    if offload and shard.is_cuda:
+        master = master.pin_memory()  # copies are faster
+    return master
+
+
+def inner_optimizer(optimizer, optimizer_class, options):
+    """Return an optimizer_class that has the shards for parameters."""
+    inner = optimizer_class(shard_groups(optimizer), **options)
+    take_state(optimizer, inner)  # Adagrad's begins with some
+    return inner
+
+
+def shard_groups(optimizer):
+    groups = []
+    for group in optimizer.param_groups:
+        shards = [optimizer._slots[parameter].shard for parameter in group["params"]]
+        groups.append({**group, "params": shards})
+    return groups
+
+
+def take_state(optimizer, inner):
+    for parameter, slot in optimizer._slots.items():
+        optimizer.state[parameter] = inner.state[slot.shard]
+
+
+def pass_on(optimizer):
+    """Give the inner optimizer the options and the state, which has the same dicts.
+
+    This is done in each step, because schedulers change options, and users reset state.
+    """
+    state = {slot.shard: optimizer.state[p] for p, slot in optimizer._slots.items()}
+    optimizer._inner.param_groups = shard_groups(optimizer)
+    optimizer._inner.state = state
+
+
+def add_param_group(optimizer, param_group):
+    if hasattr(optimizer, "_buckets"):
+        raise ValueError("the buckets are made: give all parameter groups to the constructor")
+    torch.optim.Optimizer.add_param_group(optimizer, param_group)
+
+
 def adopt_user_writes(optimizer):
     """Copy to the masters what the user wrote into the parameters since the last step.
 
@@ -811,10 +753,95 @@ def adopt_user_writes(optimizer):
     of tensors would take less time, but do not count writes to .data.
     """
     for bucket in optimizer._buckets:
-        if bucket.master is not bucket.shard and bucket.viewed is bucket.flat:
+        if bucket.master is not bucket.shard and memory_of(bucket) is bucket.flat:
             values = bucket.shard.to(bucket.master.device)
             unchanged = bucket.master.to(values.dtype) == values
             torch.where(unchanged, bucket.master, values, out=bucket.master)
+
+
+def memory_of(bucket):
+    """Return what the parameters are views of."""
+    return bucket.nan if getattr(bucket, "is_freed", False) else bucket.flat
+
+
+@contextmanager
+def no_sync(optimizer):
+    before = optimizer._sync
+    optimizer._sync = False
+    try:
+        yield
+    finally:
+        optimizer._sync = before
+
+
+class WeakHook:
+    """Calls a method of the optimizer, but does not keep it alive, as a module's hooks would."""
+
+    def __init__(self, method=None):
+        self.method = method and weakref.WeakMethod(method)
+
+    @torch.compiler.disable
+    def __call__(self, *args):
+        method = self.method and self.method()
+        if method:
+            method(*args)
+
+    def __reduce__(self):  # copy.deepcopy(model) and torch.save(model) call this
+        return WeakHook, ()  # it has no method: the copy is not the optimizer's module
+
+
+def register_hooks(optimizer):
+    """Let autograd call Zero2's methods."""
+    optimizer._nodes = []  # autograd's, which add to .grad: a hook ends with its node
+    for parameter in [p for p in optimizer._slots if p.requires_grad]:
+        # A hook on the node runs after all hooks on the parameter, such as the user's.
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        hook = WeakHook(optimizer._post_accumulate_grad)
+        node.register_hook(functools.partial(hook, parameter))
+        optimizer._nodes.append(node)
+    hook = WeakHook(optimizer._post_forward)
+    optimizer.module.register_forward_hook(hook, with_kwargs=True)
+
+
+def register_unit_hooks(optimizer):
+    """Let all modules call Zero3's methods, because one inside a unit may run alone."""
+    for child in optimizer.module.modules():
+        child.register_forward_pre_hook(WeakHook(optimizer._pre_forward), prepend=True)
+        child.register_load_state_dict_pre_hook(check_is_whole)
+        if child is not optimizer.module:  # register_hooks() has done it
+            child.register_forward_hook(WeakHook(optimizer._post_forward), with_kwargs=True)
+
+
+def hook_outputs(inputs, output, hook):
+    """Let backward call `hook` when it reaches a tensor in `output`.
+
+    If an output is also an input, the module that made it has hooked it.
+    """
+    inputs = {id(tensor) for tensor in tensors_in(inputs)}
+    for tensor in tensors_in(output):
+        if id(tensor) not in inputs:
+            tensor.register_hook(hook)
+
+
+def tensors_in(output):
+    """Yield the tensors that have a graph, also those in containers and other objects."""
+    waiting = [output]
+    seen = set()  # ids, because objects may refer to each other
+    for each in waiting:  # it grows
+        if id(each) in seen or isinstance(each, (type, nn.Module)):
+            continue
+        seen.add(id(each))
+        if torch.is_tensor(each):
+            if each.grad_fn:
+                yield each
+        elif isinstance(each, Mapping):
+            waiting.extend(each.values())
+        elif isinstance(each, (list, tuple, set, collections.deque)):
+            waiting.extend(each)
+        else:
+            waiting.extend(getattr(each, "__dict__", {}).values())
+            fields = getattr(type(each), "__dataclass_fields__", ())  # they may be in slots
+            waiting.extend(getattr(each, name, None) for name in fields)
 
 
 def clip_grad_norm_(optimizer, max_norm, norm_type, counted, process_groups):
@@ -827,11 +854,10 @@ def clip_grad_norm_(optimizer, max_norm, norm_type, counted, process_groups):
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}: give a positive number or inf")
-    buckets = optimizer._reduce_gradients()
+    buckets, slots = optimizer._reduce_gradients()
     gradients = [
-        bucket.grad[slot.in_shard]
-        for bucket in buckets
-        for slot in bucket.slots
+        slot.bucket.grad[slot.in_shard]
+        for slot in slots
         if slot.shard.numel() and (counted is None or counted(slot.parameter))
     ]
     norm = nn.utils.get_total_norm(gradients, norm_type)
@@ -856,6 +882,26 @@ def unscale_(optimizer, loss_scale):
     return 1.0 - norm.isfinite().float()
 
 
+def modules_that_need(module, units):
+    """Return {parameter: the modules that need it whole}, which are all inside its unit.
+
+    Its unit is the smallest that has all its uses.
+    """
+    if units is None:
+        lists = [m for m in module.modules() if isinstance(m, (nn.Sequential, nn.ModuleList))]
+        units = itertools.chain(*lists)
+    units = {module, *units}
+    if not units.issubset(module.modules()):
+        raise ValueError("units has modules that are not inside the module")
+    insides = [frozenset(child.modules()) for child in module.modules() if child in units]
+    insides.sort(key=len)
+    users = collections.defaultdict(set)  # {parameter: the modules that hold it}
+    for child in module.modules():
+        for parameter in child.parameters(recurse=False):
+            users[parameter].add(child)
+    return {p: next(each for each in insides if each >= used) for p, used in users.items()}
+
+
 def module_state_dict(optimizer):
     """Return the whole state_dict of the module. Load it in full_parameters()."""
     with optimizer.full_parameters():
@@ -868,15 +914,38 @@ def full_parameters(optimizer):
 
     Clone what is used after it, because its memory is freed then.
     """
-    before = optimizer._kept
-    optimizer._kept = optimizer._buckets
-    optimizer._unshard_only(optimizer._kept)
+    before = optimizer._is_full
+    optimizer._is_full = True
+    for bucket in optimizer._buckets:
+        bucket.unfree()
     try:
         yield
     finally:
-        optimizer._kept = before
+        optimizer._is_full = before
         adopt_user_writes(optimizer)
-        optimizer._unshard_only(optimizer._kept)
+        optimizer._free_all_but([])
+
+
+class FreedParameter(nn.Parameter):
+    """The class of a parameter while it is freed."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        check_is_unused(function, out=(kwargs or {}).get("out"))  # raises if it writes
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        check_is_unused(function, result)  # raises if it has read NaN
+        return result
+
+
+def refuse_use(bucket):
+    for slot in bucket.slots:
+        slot.parameter_class = type(slot.parameter)
+        slot.parameter.__class__ = FreedParameter
+
+
+def allow_use(bucket):
+    for slot in bucket.slots:
+        slot.parameter.__class__ = slot.parameter_class
 
 
 # Elementwise optimizers' state has a number for each element, or these for the whole parameter.
@@ -919,13 +988,13 @@ def load_whole_state_dict(optimizer, state_dict):
         for name in state.keys() - PER_TENSOR:
             whole = state[name]
             strided = whole.new_empty_strided(whole.shape, slot.stride).copy_(whole)
-            shard = strided.as_strided(slot.shard.shape, (1,), slot.offset)
+            shard = strided.as_strided(slot.shard.shape, (1,), offset_of(slot))
             state[name] = shard.clone()
         if "master" in state:
             slot.shard.copy_(state.pop("master"))
         states[number] = state
-    optimizer._optimizer.load_state_dict({**state_dict, "state": states})
-    optimizer._take_state()
+    optimizer._inner.load_state_dict({**state_dict, "state": states})
+    take_state(optimizer, optimizer._inner)
 
 
 def shards_of(optimizer):
@@ -943,7 +1012,12 @@ def shards_of(optimizer):
                     f"a checkpoint would permute {name} of shape {tuple(shape)}, which is not "
                     "contiguous; save state_dict() instead"
                 )
-            yield name, shape, slot.offset, slot.shard, optimizer.state[parameter]
+            yield name, shape, offset_of(slot), slot.shard, optimizer.state[parameter]
+
+
+def offset_of(slot):
+    """Return where this rank's shard begins in the flattened parameter."""
+    return max(0, slot.bucket.shard.storage_offset() - slot.start)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -991,12 +1065,11 @@ def check_arguments(optimizer, optimizer_class, lists):
 
 def check_kept_views(module):
     """Raise ValueError if a module keeps a view of a parameter: it would never see an update."""
-    places = set(map(place_of, module.parameters()))
+    places = set(map(place_of, module.parameters())) - {None}
     for path, child in module.named_modules():
         for name, kept in vars(child).items():
             views = [x for x in tree_leaves(kept) if type(x) is torch.Tensor]
-            is_view = places.intersection(map(place_of, views)) - {None}
-            if is_view and name != "_buffers":
+            if name != "_buffers" and places.intersection(map(place_of, views)):
                 raise ValueError(
                     f"{path}.{name} is a view of a parameter, which would not see its updates: "
                     "make it in forward"
@@ -1044,7 +1117,7 @@ def check_step(optimizer):
 
 
 def check_is_here(bucket):
-    place = bucket.viewed.untyped_storage().data_ptr()
+    place = memory_of(bucket).untyped_storage().data_ptr()
     if any(p.untyped_storage().data_ptr() != place for p in bucket.parameters):
         raise RuntimeError(
             "parameters are no longer where they were: make the optimizer after module.to()"
@@ -1056,7 +1129,7 @@ WHILE_WHOLE = "in `with optimizer.full_parameters():`; save optimizer.module_sta
 
 def check_create_graph(optimizer):
     """Raise if backward builds a graph, because that graph would use freed parameters."""
-    if torch.is_grad_enabled() and optimizer._kept is not optimizer._buckets:
+    if torch.is_grad_enabled() and not optimizer._is_full:
         raise RuntimeError(
             "Zero3 frees parameters that gradients of gradients need: run the forward and all "
             "backwards with create_graph=True in `with optimizer.full_parameters():`"
@@ -1112,7 +1185,7 @@ def train_class(demo, stage, passes):
         loss = language_loss(model(demo.part(inputs)), demo.part(targets))
         loss.backward()
         held_now = held_by(optimizer)  # Zero1's gradients are still whole
-        gradients[:] = [bucket.grad for bucket in optimizer._reduce_gradients()]
+        gradients[:] = [bucket.grad for bucket in optimizer._reduce_gradients()[0]]
         optimizer.step()
         return loss
 
@@ -1184,7 +1257,7 @@ def held_by(optimizer):
     """This rank's bytes of parameters, gradients, and optimizer state with master weights."""
     parameters = []
     gradients = []
-    state = tree_leaves(list(optimizer._optimizer.state.values()))
+    state = tree_leaves(list(optimizer._inner.state.values()))
     for bucket in optimizer._buckets:
         parameters.append(bucket.flat)
         gradients += [bucket.grad, *(parameter.grad for parameter in bucket.parameters)]

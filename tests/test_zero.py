@@ -182,8 +182,15 @@ def tied():
     return model
 
 
+def shared_layer():
+    model = Blocks(3)
+    model[2].one = model[0].one
+    return model
+
+
 ODD_MODELS = {
     "a weight of two units": tied,
+    "a layer of two units": shared_layer,
     "a checkpoint around units": Outer,
     "two dtypes": partial(make_model, "mixed"),
 }
@@ -469,7 +476,8 @@ def test_parameters_and_buffers_of_any_strides(stage, layout):
     torch.manual_seed(1)
     tensor = LAYOUTS[layout]()
     model = Holds(tensor)
-    model_of_one_device = Holds(tensor.resolve_conj().resolve_neg().clone().contiguous())
+    resolved = tensor.resolve_conj().resolve_neg()
+    model_of_one_device = Holds(resolved.clone().contiguous())
     ours = stage(model, torch.optim.AdamW, pool.group(), lr=0.1)
     theirs = torch.optim.AdamW(model_of_one_device.parameters(), lr=0.1)
     train(ours, theirs, model_of_one_device)
@@ -544,12 +552,13 @@ def test_offloaded_masters_of_a_gpu_are_pinned(monkeypatch):
         pinned.append(tensor)
         return tensor
 
+    parameters = list(plain_model().parameters())
     with fake_world(2, rank=0), monkeypatch.context() as patched:
         patched.setattr(torch.Tensor, "is_cuda", True)
         patched.setattr(torch.Tensor, "pin_memory", pin_memory)
-        zero.Bucket(list(plain_model().parameters()), None, None)
+        zero.Bucket(parameters, None, None)
         assert not pinned
-        bucket = zero.Bucket(list(plain_model().parameters()), None, "cpu")
+        bucket = zero.Bucket(parameters, None, "cpu")
     assert len(pinned) == 1
     assert pinned[0] is bucket.master
 
@@ -695,7 +704,8 @@ def test_split_layers_that_are_not_trained_keep_their_values():
 
 
 def other_shapes():
-    sgd(zero.Zero1, nn.Linear(6, 4 + pool.rank()))
+    rows = 4 + pool.rank()
+    sgd(zero.Zero1, nn.Linear(6, rows))
 
 
 def ranks_differ(option, values):
@@ -724,6 +734,15 @@ def moved_parameters(stage):
     optimizer = sgd(stage, model)
     model.double()
     optimizer.step(partial(backward, model))
+
+
+def a_group_added_later():
+    optimizer = sgd(zero.Zero1, plain_model())
+    optimizer.add_param_group({"params": nn.Linear(6, 6).weight})
+
+
+def unit_of_another_model():
+    sgd(zero.Zero3, plain_model(), units=[nn.Linear(6, 6)])
 
 
 def step_after_an_error():
@@ -803,6 +822,8 @@ REFUSED = {
     "pieces of permuted parameters": (pieces_of_permuted_parameters, r"transposed .*\(6, 5\)"),
     "moved": (partial(moved_parameters, zero.Zero1), "module.to"),
     "moved while freed": (partial(moved_parameters, zero.Zero3), "module.to"),
+    "a group added later": (a_group_added_later, "to the constructor"),
+    "a unit of another model": (unit_of_another_model, "not inside"),
     "a step after an error": (step_after_an_error, "backward"),
     "freed and saved": (partial(freed, nn.Module.state_dict), "module_state_dict"),
     "freed and copied": (partial(freed, copy.deepcopy), "full_parameters"),
