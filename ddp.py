@@ -1,7 +1,7 @@
 """DDP: every rank holds the whole model and trains it on its own part of the batch.
 
-In a step, each rank runs forward and backward on its part. While backward runs, the ranks average
-their gradients. Then every rank makes the same update, so the replicas stay equal.
+The replicas start equal. While backward runs, the ranks average their gradients. Then every rank
+makes the same update, so the replicas stay equal.
 
 Backward computes the gradients of the last layers first, and copies each one into a bucket. A full
 bucket is all-reduced while backward computes the gradients of earlier layers. Two ranks:
@@ -12,11 +12,10 @@ bucket is all-reduced while backward computes the gradients of earlier layers. T
 
 The loss is a mean over samples. If ranks hold equal shares of the batch, the mean of their
 gradients is the gradient of the whole batch. With several micro-batches, each rank first adds up
-its own gradients; then the ranks average the sums. Parameters are broadcast once, at construction.
+its own gradients; then the ranks average the sums.
 
-If ranks have unequal numbers of unmasked tokens, a mean of means is wrong. Then a rank's loss is N
-times the sum over its tokens, divided by the number of tokens of all ranks and micro-batches.
-docs/training_loops.md has the lines.
+If ranks have unequal numbers of unmasked tokens, a rank's loss must be N times the sum over its
+tokens, divided by the number of tokens of all ranks and micro-batches (docs/training_loops.md).
 
 Cost per rank in elements, with Adam, for a model of Ψ parameters on N ranks:
 
@@ -173,33 +172,13 @@ def broadcast(tensors, process_group):
             tensor.detach().copy_(values)
 
 
-def tensors_in(output):
-    """Yield the tensors that have a graph, also those in containers and other objects."""
-    waiting = [output]
-    seen = set()  # ids, because objects may refer to each other
-    for each in waiting:  # it grows
-        if id(each) in seen or isinstance(each, (type, nn.Module)):
-            continue
-        seen.add(id(each))
-        if torch.is_tensor(each) and each.grad_fn:
-            yield each
-        elif isinstance(each, Mapping):
-            waiting.extend(each.values())
-        elif isinstance(each, (list, tuple, set, collections.deque)):
-            waiting.extend(each)
-        elif dataclasses.is_dataclass(each):  # it may have slots
-            waiting.extend(getattr(each, field.name, None) for field in dataclasses.fields(each))
-        elif not torch.is_tensor(each):
-            waiting.extend(getattr(each, "__dict__", {}).values())
-
-
 class DistributedDataParallel(nn.Module):
     """torch.nn.parallel.DistributedDataParallel, with the same arguments in the same order.
 
     Every backward must reach all parameters, unless `find_unused_parameters` is set. Then a rank
     without a gradient for a parameter adds zeros. If no rank has one, .grad stays None.
 
-    Forward returns tensors, in containers, dataclasses or attributes of other objects.
+    Forward returns tensors, also in containers, dataclasses or attributes of other objects.
 
     As in PyTorch, a forward broadcasts rank 0's buffers, unless the forward before it ran in
     no_sync() or without gradients. So a rank that evaluates alone must call `.module`, or it would
@@ -207,8 +186,6 @@ class DistributedDataParallel(nn.Module):
 
     A sparse gradient becomes dense. SGD and Adagrad accept that, but SparseAdam does not.
     """
-
-    _comm_hook = None  # (state, hook)
 
     def __init__(
         self,
@@ -246,42 +223,41 @@ class DistributedDataParallel(nn.Module):
         broadcast(module.buffers() if broadcast_buffers else (), process_group)
         self._make_buckets()
 
+    # Who calls what in a step, with two parameters a and b, each in a bucket of its own:
+    #
+    #     forward                               sets _will_average
+    #     backward   _on_gradient(b) → _fill    bucket 0 is full: _send starts its all-reduce
+    #                _on_gradient(a) → _fill    bucket 1 is full: the same, and it is the last
+    #     its end    _finish_backward           waits for both, clears _will_average
+
     def _make_buckets(self):
         trained = [p for p in self.module.parameters() if p.requires_grad]
         self._buckets = list(map(Bucket, assign_buckets(trained, self.bucket_bytes_cap)))
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.views}
-        # True if backward averages, and False if gradients stay in .grad. A forward outside
-        # no_sync() sets it, and the end of a backward clears it. If two forwards come before their
-        # backwards, the second backward sets it again, in _pre_backward().
-        self._will_average = False
+        self._will_average = False  # if False, a backward leaves its gradients in .grad
         self._register_hooks()
 
     def _register_hooks(self):
+        """Let autograd call _on_gradient(parameter) after it has added to parameter.grad."""
         # A weak reference: a graph that outlives this object must not keep the buckets.
-        reference = weakref.ref(self)
+        on_gradient = weakref.WeakMethod(self._on_gradient)
 
-        def before(parameter, *_):
-            versions[parameter] = parameter._version
+        def hook(parameter, *_):
+            if call := on_gradient():
+                call(parameter)
 
-        def after(parameter, *_):
-            if ddp := reference():
-                ddp._on_gradient(parameter)
-
-        versions = self._versions = {}  # {parameter: its version before its hooks}, for a check
         # The nodes of autograd that add to .grad. A node and its hooks live as long as this list.
         # They run after all hooks of the parameter, so a user's hook may change the gradient first.
         self._nodes = []
         for parameter in self._bucket_of:
-            self._nodes.append(torch.autograd.graph.get_gradient_edge(parameter).node)
-            self._nodes[-1].register_prehook(functools.partial(before, parameter))
-            self._nodes[-1].register_hook(functools.partial(after, parameter))
+            node = torch.autograd.graph.get_gradient_edge(parameter).node
+            node.register_hook(functools.partial(hook, parameter))
+            self._nodes.append(node)
+        self._watch_versions()
 
     def forward(self, *inputs, **kwargs):
         if self.device_ids:
-            flat = self._buckets[0].flat
-            inputs, kwargs = tree_map_only(
-                torch.Tensor, lambda x: x.to(flat.device), (inputs, kwargs)
-            )
+            inputs, kwargs = self._to_device((inputs, kwargs))
         if self.broadcast_buffers and self.require_forward_param_sync:
             # .data: this does not count as a write, which would make the backward of a graph that
             # has saved the buffer raise an error.
@@ -291,18 +267,10 @@ class DistributedDataParallel(nn.Module):
         if will_average:
             check_ready(self)
             self._will_average = True
-            self._finish_is_queued = False
         output = self.module(*inputs, **kwargs)
-        for tensor in tensors_in(output) if will_average else ():
-            tensor.register_hook(self._pre_backward)
+        if will_average:
+            self._hook_outputs(output)
         return output
-
-    def _pre_backward(self, _):  # a tensor's hook gets its gradient
-        self._will_average = True
-        # Backward may reach no parameter on this rank. If gradients are enabled, by create_graph,
-        # this backward only computes what a later one starts from.
-        if self.find_unused_parameters and not torch.is_grad_enabled():
-            self._call_at_the_end(self._finish_with_unused)
 
     def _on_gradient(self, parameter):
         if not self._will_average:
@@ -310,15 +278,10 @@ class DistributedDataParallel(nn.Module):
         check_gradient(self, parameter)
         self._fill(parameter)
         if self.find_unused_parameters:
-            self._call_at_the_end(self._finish_with_unused)
+            self._queue_finish_with_unused()
         elif self._buckets[-1].work:  # buckets are sent in order, so all gradients are there
-            self._call_at_the_end(self._finish_backward)
-
-    def _call_at_the_end(self, finish):
-        """Let autograd call `finish` once, at the end of the current backward."""
-        if not self._finish_is_queued:
-            self._finish_is_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(finish)
+            # Autograd calls it at the end of this backward.
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
     def _fill(self, parameter):
         """Copy parameter.grad into its bucket, and send the buckets that are full."""
@@ -344,11 +307,13 @@ class DistributedDataParallel(nn.Module):
 
     def _finish_backward(self):
         self._will_average = False
-        self._finish_is_queued = False
         for bucket in self._buckets:
             bucket.wait()
 
     # The library's part. Section 3 has the functions.
+
+    _comm_hook = None  # (state, hook)
+    _finish_is_queued = False  # True if finish_with_unused() runs at the end of this backward
 
     @contextmanager
     def no_sync(self):
@@ -371,8 +336,17 @@ class DistributedDataParallel(nn.Module):
     def _run_comm_hook(self, bucket):
         return run_comm_hook(self, bucket, *self._comm_hook)
 
-    def _finish_with_unused(self):
-        finish_with_unused(self)
+    def _hook_outputs(self, output):  # so that the second backward after two forwards averages, too
+        hook_outputs(self, output)
+
+    def _queue_finish_with_unused(self):  # at the end of this backward, which may miss parameters
+        queue_finish_with_unused(self)
+
+    def _watch_versions(self):  # so that check_gradient() notices a hook that changes a parameter
+        watch_versions(self)
+
+    def _to_device(self, inputs):
+        return tree_map_only(torch.Tensor, lambda x: x.to(self._buckets[0].flat.device), inputs)
 
     def __getstate__(self):  # copies and pickles make buckets, nodes and hooks of their own
         return vars(self) | {"_buckets": None, "_bucket_of": None, "_nodes": None}
@@ -386,11 +360,55 @@ DDP = DistributedDataParallel
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. The library: unused parameters, communication hooks, checks.
+# 3. The library: forwards before other backwards, unused parameters, communication hooks, checks.
+
+
+def hook_outputs(ddp, output):
+    """Let each backward from `output` average, even if one of another forward has ended before."""
+    ddp._finish_is_queued = False  # it stays True if a backward raises
+
+    def pre_backward(_):  # a tensor's hook gets its gradient
+        ddp._will_average = True
+        # Backward may reach no parameter on this rank. If gradients are enabled, by create_graph,
+        # this backward only computes what a later one starts from.
+        if ddp.find_unused_parameters and not torch.is_grad_enabled():
+            queue_finish_with_unused(ddp)
+
+    for tensor in tensors_in(output):
+        tensor.register_hook(pre_backward)
+
+
+def tensors_in(output):
+    """Yield the tensors that have a graph, also those in containers and other objects."""
+    waiting = [output]
+    seen = set()  # ids, because objects may refer to each other
+    for each in waiting:  # it grows
+        if id(each) in seen or isinstance(each, (type, nn.Module)):
+            continue
+        seen.add(id(each))
+        if torch.is_tensor(each) and each.grad_fn:
+            yield each
+        elif isinstance(each, Mapping):
+            waiting.extend(each.values())
+        elif isinstance(each, (list, tuple, set, collections.deque)):
+            waiting.extend(each)
+        elif dataclasses.is_dataclass(each):  # it may have slots
+            waiting.extend(getattr(each, field.name, None) for field in dataclasses.fields(each))
+        elif not torch.is_tensor(each):
+            waiting.extend(getattr(each, "__dict__", {}).values())
+
+
+def queue_finish_with_unused(ddp):
+    """Let autograd call finish_with_unused() once, at the end of the current backward."""
+    if not ddp._finish_is_queued:
+        ddp._finish_is_queued = True
+        finish = functools.partial(finish_with_unused, ddp)
+        torch.autograd.Variable._execution_engine.queue_callback(finish)
 
 
 def finish_with_unused(ddp):
     """Average the gradients at the end of a backward that may have missed parameters."""
+    ddp._finish_is_queued = False
     trained = list(ddp._bucket_of)
     # For each parameter, 1 if it has a gradient on this rank, otherwise 0. The zeros are written on
     # the device, because the host would wait for a copy of a list.
@@ -452,6 +470,17 @@ def run_comm_hook(ddp, bucket, state, hook):
         return bucket.flat.copy_(mean.value().view_as(bucket.flat))
 
     return hook(state, GradBucket(ddp._buckets, bucket)).then(copy)
+
+
+def watch_versions(ddp):
+    """Keep each parameter's version before its hooks run. check_gradient() needs it."""
+    versions = ddp._versions = {}
+
+    def keep(parameter, *_):
+        versions[parameter] = parameter._version
+
+    for parameter, node in zip(ddp._bucket_of, ddp._nodes, strict=True):
+        node.register_prehook(functools.partial(keep, parameter))
 
 
 def check_ready(ddp):

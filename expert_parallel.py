@@ -16,16 +16,10 @@ All other parameters are replicated, as in data parallelism. W ranks train toget
 of N of them has all experts. The loss is the mean of all W ranks' losses. So the two kinds of
 parameters need different scales. Many implementations get the experts' scale wrong:
 
-    a replicated parameter   has the gradient of its rank's loss. average_gradients() averages it
-                             over the W ranks.
-    an expert                adds up the gradients of N ranks' losses, because it gets their rows.
-                             MoE.run_experts() divides by N. average_gradients() averages over the
-                             W/N ranks that have the same expert.
-
-With parallelize(..., loss="sum") nothing is divided. Use it if ranks have unequal numbers of
-unmasked tokens: each rank adds up the losses of its tokens, and divides by the number of all ranks'
-unmasked tokens. Give each MoE the mask, too: moe(x, mask). Then the balance losses count only
-unmasked tokens. They are those of all ranks already, with either loss.
+    a replicated parameter   has the gradient of its rank's loss: average it over the W ranks
+    an expert                has the sum of the gradients of N ranks' losses, because it gets their
+                             rows: divide it by N, and average it over the W/N ranks that have the
+                             same expert
 
 Cost per rank, layer and step, in elements, for Ψe parameters of an expert, T tokens of a rank, and
 the hidden size h. An optional capacity limits an expert to C rows from each rank:
@@ -89,12 +83,11 @@ from torch.utils._pytree import tree_leaves
 class AllToAllRows(torch.autograd.Function):
     """Send `sent[i]` rows to rank i, and receive `received[i]` rows from it.
 
-    Backward sends gradients back, times `grad_scale`. dist.all_to_all_single alone has no gradient.
+    Backward sends the gradients back. dist.all_to_all_single alone has no gradient.
     """
 
     @staticmethod
-    def forward(ctx, rows, sent, received, process_group, grad_scale=1.0):
-        ctx.grad_scale = grad_scale
+    def forward(ctx, rows, sent, received, process_group):
         ctx.way_back = (received, sent, process_group)
         output = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(output, rows.contiguous(), received, sent, group=process_group)
@@ -102,7 +95,7 @@ class AllToAllRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return AllToAllRows.apply(grad * ctx.grad_scale, *ctx.way_back), None, None, None, None
+        return AllToAllRows.apply(grad, *ctx.way_back), None, None, None
 
 
 def exchange_counts(counts, process_group):
@@ -149,7 +142,7 @@ def naive_average_gradients(replicated, experts, process_group=None):
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. The layer: several experts per rank, and a capacity.
+# 2. The layer: several experts per rank.
 
 
 class Experts(nn.Module):
@@ -176,14 +169,6 @@ class Experts(nn.Module):
         return torch.cat(results)
 
 
-def count_unmasked(chosen, masked, num_experts):
-    """As count_choices(), without the tokens that are masked."""
-    # Their choice becomes an expert that does not exist: this does not make the host wait.
-    counted = chosen.masked_fill(masked, num_experts)
-    counts = count_choices(counted, num_experts + 1)
-    return counts[:-1]
-
-
 class Router(nn.Linear):
     """Computes in fp32 at least, because 16 bits would create ties."""
 
@@ -194,18 +179,6 @@ class Router(nn.Linear):
             return F.linear(tokens.to(dtype), self.weight.to(dtype))
 
 
-def forget_graph(layer_ref, logits_ref, grad):
-    """In backward, keep the numbers that the losses need, but not the graph.
-
-    MoE.route() makes this a hook of the logits, so backward calls it with their gradient. A layer
-    that holds its own graph is never freed, nor are the process groups in it.
-    """
-    layer = layer_ref()
-    if layer is not None and layer.routing[0] is logits_ref():  # it had no other forward since
-        logits, *others = layer.routing
-        layer.routing = (logits.detach(), *others)
-
-
 class MoE(nn.Module):
     """A mixture of experts: (…, hidden) to the same. parallelize() splits the experts over ranks.
 
@@ -213,8 +186,11 @@ class MoE(nn.Module):
     norm_topk_prob       divide the weights of a token by their sum (Mixtral). A single weight
                          (top_k=1) stays (Switch): 1 would give the router no gradient
     num_shared_experts   experts that see every token (DeepSeekMoE), as one wide expert
-    capacity_factor      limits the rows of an expert: see assign_slots()
+    capacity_factor      limits the rows of an expert: see limit_slots()
     bias_update_rate     balances the experts by a bias: see update_bias()
+
+    If forward gets a mask, (…), the balance losses and the bias count only tokens whose mask is
+    True or 1. All tokens are computed.
     """
 
     def __init__(
@@ -243,21 +219,14 @@ class MoE(nn.Module):
         self.shared_experts = None
         if num_shared_experts:
             self.shared_experts = Experts(1, hidden, num_shared_experts * ffn_hidden)
-        # Of the last forward: logits, chosen experts, and which tokens are masked, (tokens, 1).
-        self.routing = (None, None, None)
-        self.total = None  # sums over all ranks, which balance_losses() keeps for a second call
-        self.load = 0  # (E,), how often this rank chose each expert since update_bias()
-        bias = torch.zeros(num_experts, dtype=torch.float32)  # stays 0 if it is not used
+        bias = torch.zeros(num_experts, dtype=torch.float32)  # only update_bias() changes it
         self.register_buffer("bias", bias, persistent=bias_update_rate is not None)
 
     def forward(self, x, mask=None):
-        """The balance counts only tokens whose mask, (…), is True or 1. All tokens are computed."""
         check_router_logits()
         tokens = x.flatten(0, -2)  # (tokens, hidden)
         weights, chosen = self.route(tokens, mask)
-        if self.training:
-            unmasked = count_unmasked(chosen, self.routing[2], self.num_experts)
-            self.load = self.load + unmasked
+        self._count_load()
         slots, counts, num_slots = self.assign_slots(chosen)
         rows = tokens.new_zeros(num_slots + 1, tokens.shape[1])
         # slots is (k, tokens): k copies of each token. Dropped choices share the extra slot.
@@ -278,14 +247,7 @@ class MoE(nn.Module):
         weights = probabilities.gather(1, chosen)
         if self.norm_topk_prob and self.top_k > 1:
             weights = weights / weights.sum(-1, keepdim=True)
-        if mask is None:
-            mask = torch.ones_like(chosen[:, 0])
-        masked = mask.reshape(-1, 1) == 0
-        self.routing = (logits, chosen, masked)
-        self.total = None
-        if logits.requires_grad:
-            references = map(weakref.ref, (self, logits))
-            logits.register_hook(partial(forget_graph, *references))
+        self._record_routing(logits, chosen, mask)  # for the losses and the bias
         return weights.to(tokens.dtype), chosen
 
     def assign_slots(self, chosen):
@@ -295,24 +257,14 @@ class MoE(nn.Module):
         sends. They are sorted by expert, and within an expert in GShard's order: all first choices,
         then all second choices. `counts` are the slots of each expert. `num_slots` is their sum, as
         an int: no wait for the device.
-
-        With a capacity C, each expert has C slots, and an empty one has zeros. Choices beyond C are
-        dropped: they get one extra slot at the end. A token's other weights do not change.
         """
-        E = self.num_experts
         expert = chosen.T  # (k, tokens) is GShard's order
         order = expert.flatten().argsort(stable=True)
         slots = order.argsort().view_as(expert)  # the inverse of that permutation
-        counts = count_choices(chosen, E)
-        if self.capacity_factor is None:
-            return slots, counts, slots.numel()
-        first_slots = counts.cumsum(0) - counts
-        position = slots - first_slots[expert]  # 0 for the expert's first choice
-        # 1.1 is 11/10 here. In floating point, 1.1 · 100 / 10 is above 11.
-        factor = Fraction(self.capacity_factor).limit_denominator(1_000_000)
-        C = math.ceil(factor * self.top_k * len(chosen) / E)
-        slots = torch.where(position < C, expert * C + position, E * C)
-        return slots, torch.full_like(counts, C), E * C
+        counts = count_choices(chosen, self.num_experts)
+        if self.capacity_factor is not None:
+            return self._limit_slots(expert, slots, counts)
+        return slots, counts, slots.numel()
 
     def run_experts(self, rows, counts):
         """Return the results of the rows, in their order. A row's expert may be on any rank."""
@@ -327,55 +279,64 @@ class MoE(nn.Module):
         sent_counts, received_counts = torch.stack([sent, received]).cpu()
         to_ranks = sent_counts.sum(1).tolist()
         from_ranks = received_counts.sum(1).tolist()
-        # Backward runs from the bottom up. There the last line divides by N: an expert adds up the
-        # gradients of N ranks' losses, and the loss is their mean. The next line multiplies by N: a
-        # token needs the gradient of its own rank's loss.
-        divisor = groups.divisors[0]  # N, or 1 if the loss is a sum
-        rows = AllToAllRows.apply(rows, to_ranks, from_ranks, group, divisor)
+        rows = AllToAllRows.apply(rows, to_ranks, from_ranks, group)
         # Received rows are sorted by sender, then by expert.
         experts = torch.ones_like(received).cumsum(1).flatten()  # 1, 2, … for each sender
         of_rows = experts.repeat_interleave(received.flatten(), output_size=len(rows))
         order = of_rows.argsort(stable=True)
         results = self.experts(rows[order], received_counts.sum(0).tolist())
         by_sender = results[order.argsort()]
-        return AllToAllRows.apply(by_sender, from_ranks, to_ranks, group, 1 / divisor)
+        # In backward, an expert adds up the gradients of N ranks' losses, and the loss is their
+        # mean. So gradients are divided by N before the expert. Behind it they are multiplied by N
+        # again, because a token needs the gradient of its own rank's loss.
+        divisor = groups.divisors[0]  # N, or 1 if the loss is a sum
+        scale_gradient(by_sender, 1 / divisor)
+        scale_gradient(rows, divisor)
+        return AllToAllRows.apply(by_sender, from_ranks, to_ranks, group)
 
-    # The library's part. Sections 3 and 4 have the functions.
+    # The library's part. Sections 4 and 5 have the functions.
+
+    # Of the last forward: logits, chosen experts, and which tokens are masked, (tokens, 1).
+    routing = (None, None, None)
+    total = None  # sums over all ranks, which balance_losses() keeps for a second call
+    load = 0  # (E,), how often this rank chose each expert since update_bias()
+
+    def _record_routing(self, logits, chosen, mask):
+        record_routing(self, logits, chosen, mask)
+
+    def _count_load(self):
+        count_load(self)
+
+    def _limit_slots(self, expert, slots, counts):
+        return limit_slots(self, expert, slots, counts)
 
     @property
-    def aux_loss(self):
-        """Switch's load-balancing loss of the last forward: 1 if balanced. See balance_losses()."""
+    def aux_loss(self):  # Switch's load-balancing loss of the last forward: 1 if balanced
         return balance_losses(self)[0]
 
     @property
-    def z_loss(self):
-        """ST-MoE's loss of the last forward, which keeps logits small. See balance_losses()."""
+    def z_loss(self):  # ST-MoE's loss of the last forward, which keeps logits small
         return balance_losses(self)[1]
 
-    def update_bias(self):
-        """Prefer experts with less than the mean load (DeepSeek-V3, §2.1.2). Call once a step."""
-        if self.bias_update_rate is None:
-            raise ValueError("update_bias() needs a rate; give MoE a bias_update_rate")
-        load = sum_over_ranks(self.load + 0 * self.bias, self.experts.groups)
-        self.bias += self.bias_update_rate * (load.mean() - load).sign()
-        self.load = 0
+    def update_bias(self):  # DeepSeek-V3's balance without a loss; call it once a step
+        update_bias(self)
 
-    def _apply(self, function, recurse=True):
-        """Module.to() calls this. The bias stays in fp32, or updates would be lost."""
-        bias = self.bias
-        super()._apply(function, recurse)
-        device = self.bias.device
-        # On the meta device it has no values, and to_empty() gives it arbitrary ones.
-        self.bias = torch.zeros_like(bias, device=device) if bias.is_meta else bias.to(device)
-        return self
+    def _apply(self, function, recurse=True):  # Module.to() calls this
+        return apply_but_keep_bias(self, function, recurse)
 
     def __getstate__(self):
-        """copy.deepcopy() calls this. It cannot copy tensors with a graph."""
+        # copy.deepcopy() calls this. It cannot copy tensors with a graph.
         return self.__dict__ | {"routing": (None, None, None)}
 
 
+def scale_gradient(tensor, factor):
+    """Multiply the gradient of `tensor` by `factor`, in backward."""
+    if tensor.requires_grad:
+        tensor.register_hook(lambda gradient: gradient * factor)
+
+
 # --------------------------------------------------------------------------------------------------
-# 3. Split the experts over ranks. Average gradients and balance experts over all ranks.
+# 3. Split the experts over ranks, and average gradients over all ranks.
 
 
 class Groups:
@@ -385,15 +346,9 @@ class Groups:
         self.axes = [process_group or dist.group.WORLD]  # the N ranks that share the experts
         if edp_group is not None:  # expert data parallel: the ranks that have the same experts
             self.axes.append(edp_group)
-        if any(dist.get_rank(group) < 0 for group in self.axes):
-            raise ValueError(
-                f"rank {dist.get_rank()} is not in process_group, or not in edp_group; "
-                "call this on the members of both"
-            )
+        check_groups(self.axes, loss)
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)  # N
-        if loss not in ("mean", "sum"):
-            raise ValueError(f"loss={loss!r}; give mean or sum")
         # What gradients are divided by, for each axis: its size, or 1 if the loss is a sum.
         self.divisors = [group.size() if loss == "mean" else 1 for group in self.axes]
 
@@ -419,13 +374,6 @@ def split_parameters(module, groups=None):
     return names, groups
 
 
-def sum_over_ranks(tensor, groups):
-    axes = groups.axes if groups else []
-    for group in axes:
-        dist.all_reduce(tensor, group=group)
-    return tensor
-
-
 def broadcast(tensor, groups):
     """Give all W ranks the values of the first one."""
     values = tensor.contiguous()
@@ -444,8 +392,9 @@ def parallelize(module, process_group=None, edp_group=None, loss="mean"):
     As with DDP, all ranks begin with the parameters and buffers of the first one. Move `module` to
     its device first. From the meta device, call to_empty() and load_full_state_dict() after this.
 
-    With loss="mean", the loss is the mean of the ranks' losses. With loss="sum", it is their sum:
-    each rank has divided by the number of all ranks' unmasked tokens already.
+    With loss="mean", the loss is the mean of the ranks' losses. Use loss="sum" if ranks have
+    unequal numbers of unmasked tokens. Then each rank divides the sum over its tokens by the number
+    of all ranks' unmasked tokens, and nothing here divides. Give each MoE the mask, too.
 
     If several process groups train together, `edp_group` has the ranks with this rank's experts:
     one of each process group, with the same number in it. fsdp.py may shard the experts over it.
@@ -473,32 +422,22 @@ def average_gradients(module, process_group=None, edp_group=None):
     If no rank used a parameter, its gradient becomes zeros, and AdamW decays it.
     """
     split, groups = split_parameters(module, Groups(process_group, edp_group))
-    replicated = []
-    of_experts = []
+    axes = list(zip(groups.axes, groups.divisors, strict=True))
+    buckets = {}  # {(whether of experts, dtype, number): gradients, about 32 MB}
+    sizes = Counter()  # {(whether of experts, dtype): bytes}
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
         if parameter.grad is None:  # unused here; all ranks must call the same collectives
             parameter.grad = torch.zeros_like(parameter)
         parameter.grad = parameter.grad.to_dense()  # that of nn.Embedding(sparse=True)
-        gradients = of_experts if name in split else replicated
-        gradients.append(parameter.grad)
-    axes = list(zip(groups.axes, groups.divisors, strict=True))
-    for bucket in buckets_of(replicated):
-        all_reduce_flat(bucket, axes)
-    for bucket in buckets_of(of_experts):
-        all_reduce_flat(bucket, axes[1:])  # over edp_group. run_experts() has divided by N
-
-
-def buckets_of(gradients):
-    """Return lists of gradients of one dtype. A list has about 32 MB."""
-    buckets = {}
-    sizes = Counter()  # bytes, by dtype
-    for gradient in gradients:
-        number = sizes[gradient.dtype] // 2**25
-        buckets.setdefault((gradient.dtype, number), []).append(gradient)
-        sizes[gradient.dtype] += gradient.nbytes
-    return buckets.values()
+        kind = (name in split, parameter.grad.dtype)
+        number = sizes[kind] // 2**25
+        buckets.setdefault((*kind, number), []).append(parameter.grad)
+        sizes[kind] += parameter.grad.nbytes
+    for (is_of_experts, *_), gradients in buckets.items():
+        # run_experts() has divided those of experts by N, so they need edp_group alone.
+        all_reduce_flat(gradients, axes[1:] if is_of_experts else axes)
 
 
 def all_reduce_flat(gradients, axes):
@@ -510,6 +449,58 @@ def all_reduce_flat(gradients, axes):
     parts = flat.split([gradient.numel() for gradient in gradients])
     for gradient, part in zip(gradients, parts, strict=True):
         gradient.copy_(part.view_as(gradient))
+
+
+# --------------------------------------------------------------------------------------------------
+# 4. The library: a capacity, and the balance of the experts.
+
+
+def limit_slots(layer, expert, slots, counts):
+    """Return what assign_slots() returns, with C slots for each expert.
+
+    An empty slot has zeros. Choices beyond C are dropped: they get one extra slot at the end. A
+    token's other weights do not change.
+    """
+    first_slots = counts.cumsum(0) - counts
+    position = slots - first_slots[expert]  # 0 for the expert's first choice
+    # 1.1 is 11/10 here. In floating point, 1.1 · 100 / 10 is above 11.
+    factor = Fraction(layer.capacity_factor).limit_denominator(1_000_000)
+    E = layer.num_experts
+    C = math.ceil(factor * slots.numel() / E)
+    slots = torch.where(position < C, expert * C + position, E * C)
+    return slots, torch.full_like(counts, C), E * C
+
+
+def count_unmasked(chosen, masked, num_experts):
+    """As count_choices(), without the tokens that are masked."""
+    # Their choice becomes an expert that does not exist: this does not make the host wait.
+    counted = chosen.masked_fill(masked, num_experts)
+    counts = count_choices(counted, num_experts + 1)
+    return counts[:-1]
+
+
+def record_routing(layer, logits, chosen, mask):
+    """Keep the last forward's choices for balance_losses() and count_load()."""
+    if mask is None:
+        mask = torch.ones_like(chosen[:, 0])
+    masked = mask.reshape(-1, 1) == 0
+    layer.routing = (logits, chosen, masked)
+    layer.total = None
+    if logits.requires_grad:
+        references = map(weakref.ref, (layer, logits))
+        logits.register_hook(partial(forget_graph, *references))
+
+
+def forget_graph(layer_ref, logits_ref, grad):
+    """In backward, keep the numbers that the losses need, but not the graph.
+
+    It is a hook of the logits, so backward calls it with their gradient. A layer that holds its own
+    graph is never freed, nor are the process groups in it.
+    """
+    layer = layer_ref()
+    if layer is not None and layer.routing[0] is logits_ref():  # it had no other forward since
+        logits, *others = layer.routing
+        layer.routing = (logits.detach(), *others)
 
 
 @torch.enable_grad()  # the losses keep their gradient even if they are read under no_grad()
@@ -546,8 +537,40 @@ def balance_losses(layer):
     return aux_loss, z_loss.squeeze()
 
 
+def count_load(layer):
+    if layer.training:
+        _, chosen, masked = layer.routing
+        layer.load = layer.load + count_unmasked(chosen, masked, layer.num_experts)
+
+
+def sum_over_ranks(tensor, groups):
+    axes = groups.axes if groups else []
+    for group in axes:
+        dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def update_bias(layer):
+    """Prefer experts with less than the mean load (DeepSeek-V3, §2.1.2)."""
+    if layer.bias_update_rate is None:
+        raise ValueError("update_bias() needs a rate; give MoE a bias_update_rate")
+    load = sum_over_ranks(layer.load + 0 * layer.bias, layer.experts.groups)
+    layer.bias += layer.bias_update_rate * (load.mean() - load).sign()
+    layer.load = 0
+
+
+def apply_but_keep_bias(layer, function, recurse):
+    """As nn.Module._apply(), but the bias stays in fp32, or updates would be lost."""
+    bias = layer.bias
+    nn.Module._apply(layer, function, recurse)
+    device = layer.bias.device
+    # On the meta device it has no values, and to_empty() gives it arbitrary ones.
+    layer.bias = torch.zeros_like(bias, device=device) if bias.is_meta else bias.to(device)
+    return layer
+
+
 # --------------------------------------------------------------------------------------------------
-# 4. The library: clipping, states, and what parallelize() refuses.
+# 5. The library: clipping, states, and what parallelize() refuses.
 
 
 def clip_grad_norm_(module, max_norm, process_group=None, edp_group=None):
@@ -593,6 +616,16 @@ def load_full_state_dict(module, state_dict):
     for name in names:
         shards[name] = state_dict[name].chunk(groups.size)[groups.rank]
     module.load_state_dict(shards)
+
+
+def check_groups(groups, loss):
+    if any(dist.get_rank(group) < 0 for group in groups):
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in process_group, or not in edp_group; "
+            "call this on the members of both"
+        )
+    if loss not in ("mean", "sum"):
+        raise ValueError(f"loss={loss!r}; give mean or sum")
 
 
 def check_capacity_factor(factor):
