@@ -38,11 +38,11 @@ Cost per rank, of a layer, for micro-batch b and a heads:
 "sent" is in elements per micro-batch. An all-reduce of bsh sends 2bsh. 10bsh is 5bsh per pair: the
 four collectives above, and a second gather of X in backward, so that X need not be kept. 12h: an
 all-reduce of 6h gradients, of two norms and of proj's and linear2's biases, which every rank keeps
-whole.
+whole. Outside of layers, the embedding and the head send 2bsh each, and the loss sends 6bs.
 "activations" is in bytes, for 16 bits (Korthikanti et al., §4). 5as²b of them are scores, which
 fused attention does not keep.
 
-Read section 1 for the idea (12 minutes), to section 3 for the technique (33), and the rest to use
+Read section 1 for the idea (12 minutes), to section 4 for the technique (33), and the rest to use
 it as a library (78).
 
 Run:      torchrun --nproc-per-node 2 tensor_parallel.py [--sequence-parallel] [--idea]
@@ -136,14 +136,15 @@ def reduce_from_region(x, process_group=None):
 def parallel_mlp(x, A_shard, B_shard, process_group=None):
     """GELU(x A) B for this rank's columns of A and rows of B. This is the whole idea.
 
-    Attention has this rank's heads in place of GELU.
+    A_shard is A.chunk(t, dim=1)[rank], and B_shard is B.chunk(t, dim=0)[rank]. Attention has this
+    rank's heads in place of GELU.
     """
     x = copy_to_region(x, process_group)
     y_shard = F.gelu(x @ A_shard)  # (…, size/t)
     return reduce_from_region(y_shard @ B_shard, process_group)
 
 
-# The same as two layers. Q, k and v are one column layer, and a rank has the same heads of each.
+# The same as two layers. A weight is (outputs, inputs), as that of nn.Linear.
 
 
 def column_linear(x, weight_shard, bias_shard=None, process_group=None):
@@ -159,53 +160,8 @@ def row_linear(x_shard, weight_shard, bias=None, process_group=None):
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. The layers. With sequence parallelism a column layer gathers its input and a row layer scatters
-# its output, along dimension 0. A column layer sends while it computes, and keeps no gathered x.
-
-# Each start_…() starts a collective, and returns a function that waits for the result. In between,
-# a rank computes.
-
-
-def wait_for(work, result):
-    work.wait()
-    return result
-
-
-def start_identity(x, process_group):
-    return lambda: x
-
-
-def start_all_reduce(x, process_group):
-    total = x.clone(memory_format=torch.contiguous_format)
-    work = dist.all_reduce(total, group=process_group, async_op=True)
-    return partial(wait_for, work, total)
-
-
-def start_all_gather(x_part, process_group):
-    world_size = dist.get_world_size(process_group)
-    x = x_part.new_empty(world_size * len(x_part), *x_part.shape[1:])
-    work = all_gather_single(x, x_part.contiguous(), group=process_group, async_op=True)
-    return partial(wait_for, work, x)
-
-
-def start_reduce_scatter(x, process_group):
-    world_size = dist.get_world_size(process_group)
-    check_divides("positions", len(x), world_size)
-    # An all-to-all and a local sum, because gloo's reduce_scatter sends as much as an all-reduce.
-    parts = x.unflatten(0, (world_size, -1)).contiguous()
-    received = torch.empty_like(parts)  # from each rank, its x at this rank's positions
-    work = dist.all_to_all_single(received, parts, group=process_group, async_op=True)
-    return lambda: wait_for(work, received).sum(0)
-
-
-def all_gather(x_part, process_group):
-    wait = start_all_gather(x_part, process_group)
-    return wait()
-
-
-def reduce_scatter(x, process_group):
-    wait = start_reduce_scatter(x, process_group)
-    return wait()
+# 2. Sequence parallelism: another f and another g. Between the pairs, each rank has x_part, 1/t of
+# the positions, in place of x. Dimension 0 is the sequence.
 
 
 def gather_from_sequence(x_part, process_group=None):
@@ -218,11 +174,37 @@ def reduce_scatter_to_sequence(x, process_group=None):
     return Conjugate.apply(x, reduce_scatter, all_gather, process_group)
 
 
-def own_part(x, process_group):
+def all_gather(x_part, process_group):
+    x, work = start_all_gather(x_part, process_group)
+    work.wait()
+    return x
+
+
+def start_all_gather(x_part, process_group):
+    """Return x, which is complete after work.wait(), and work."""
     world_size = dist.get_world_size(process_group)
-    check_divides("positions or features", len(x), world_size)
-    parts = x.chunk(world_size)
-    return parts[dist.get_rank(process_group)].clone()  # a view would keep the whole x in memory
+    x = x_part.new_empty(world_size * len(x_part), *x_part.shape[1:])
+    work = all_gather_single(x, x_part.contiguous(), group=process_group, async_op=True)
+    return x, work
+
+
+def reduce_scatter(x, process_group):
+    received, work = start_reduce_scatter(x, process_group)
+    work.wait()
+    return received.sum(0)
+
+
+def start_reduce_scatter(x, process_group):
+    """Return `received` and work. After work.wait(), received.sum(0) is this rank's result.
+
+    It is an all-to-all, because gloo's reduce_scatter sends as much as an all-reduce.
+    """
+    world_size = dist.get_world_size(process_group)
+    check_divides("positions", len(x), world_size)
+    parts = x.unflatten(0, (world_size, -1)).contiguous()  # (t, s/t, …): one for each rank
+    received = torch.empty_like(parts)  # (t, s/t, …): each rank's x at this rank's positions
+    work = dist.all_to_all_single(received, parts, group=process_group, async_op=True)
+    return received, work
 
 
 def scatter_to_sequence(x, process_group=None):
@@ -233,60 +215,71 @@ def scatter_to_sequence(x, process_group=None):
     return Conjugate.apply(x, own_part, all_gather, process_group)
 
 
-class ColumnLinear(Function):
-    """column_linear(). With sequence parallelism x is x_part, and f gathers it.
+def own_part(x, process_group):
+    world_size = dist.get_world_size(process_group)
+    check_divides("positions or features", len(x), world_size)
+    parts = x.chunk(world_size)
+    return parts[dist.get_rank(process_group)].clone()  # a view would keep the whole x in memory
 
-    Backward gathers it again, which saves keeping it (Korthikanti et al., §4.2.2).
-    """
 
-    @staticmethod
-    def forward(ctx, x, weight_shard, bias_shard, layer):
-        ctx.layer = layer
-        ctx.save_for_backward(x, weight_shard)
-        gather = all_gather if layer.sequence_parallel else identity
-        # Autograd is off in here, so the gathered x is freed.
-        y_shard = F.linear(gather(x, layer.process_group), weight_shard, bias_shard)
-        # F.linear may return a view. Autograd would not let an activation change it in place.
-        return torch.ops.aten._unsafe_view(y_shard, y_shard.shape)
-
-    @staticmethod
-    def backward(ctx, grad_y_shard):
-        check_no_second_derivative()
-        x, weight_shard = ctx.saved_tensors
-        group = ctx.layer.process_group
-        start_gather = start_all_gather if ctx.layer.sequence_parallel else start_identity
-        start_reduce = start_reduce_scatter if ctx.layer.sequence_parallel else start_all_reduce
-        # With sequence parallelism, x is gathered while grad_x is computed. In both modes, the sum
-        # of grad_x travels while grad_weight and grad_bias are computed.
-        wait_for_x = start_gather(x, group)
-        dtype = grad_y_shard.dtype  # under autocast x and the weight have another
-        grad_x = grad_y_shard @ weight_shard.to(dtype)  # this rank's part of the sum
-        wait_for_grad_x = start_reduce(grad_x, group)
-        x_rows = wait_for_x().to(dtype).reshape(-1, x.shape[-1])
-        grad_rows = grad_y_shard.reshape(-1, len(weight_shard))
-        grad_weight = grad_rows.t() @ x_rows
-        grad_bias = grad_rows.sum(0) if ctx.needs_input_grad[2] else None
-        return wait_for_grad_x(), grad_weight, grad_bias, None  # autograd casts to inputs' dtypes
+# --------------------------------------------------------------------------------------------------
+# 3. The layers: how the parameters of a plain layer are cut, and a column layer that computes while
+# it sends.
 
 
 class ParallelLayer(nn.Module):
     """A plain layer whose parameters are this rank's shards, under their old names.
 
-    from_full() copies the plain layer, gives the copy this class, and cuts its parameters. It also
-    sets the attributes `rank`, `world_size`, `process_group`, `sequence_parallel` and `size`: the
-    whole dimension that is split. Section 5 has the details.
+    from_full() copies the plain layer and gives the copy this class. It calls split(), and replaces
+    each parameter in split_dims by its shard(), which stands below.
     """
 
-    split_dims = {}  # parameter: the dimension that is split; every rank has the others whole
+    split_dims = {}  # parameter: the dimension that is cut; every rank has the others whole
     is_transposed = False  # whether the weight is (inputs, outputs), as in transformers' Conv1D
 
     @classmethod
     def from_full(cls, plain, **options):
         return shards_of(plain, cls, **options)
 
+    def split(self, matrices, pad=False, process_group=None, sequence_parallel=False):
+        """Plan the cut. `matrices` are the sizes of the stacked matrices, which are cut one by one.
+
+        With 12 outputs and 2 ranks, qkv has the matrices [4, 4, 4] and the part_sizes [2, 2, 2]. So
+        a rank has the same heads of q, k and v:
+
+            whole     q q q q   k k k k   v v v v
+            rank 0    q q       k k       v v
+            rank 1        q q       k k       v v
+
+        Any other layer has one matrix. With `pad` its size need not be divisible by t: rows of
+        zeros are added.
+        """
+        self.process_group = process_group
+        self.sequence_parallel = sequence_parallel
+        self.rank = dist.get_rank(process_group)
+        self.world_size = dist.get_world_size(process_group)
+        self.size = sum(matrices)  # of the whole, without padding
+        if not pad:
+            for size in matrices:
+                check_divides("features", size, self.world_size)
+        self.part_sizes = [math.ceil(size / self.world_size) for size in matrices]
+        # The number of rows of zeros at the end: 1 for a vocabulary of 13 and 2 ranks.
+        self.padding = sum(self.part_sizes) * self.world_size - self.size
+        # DDP, ZeRO and FSDP of this project do not average over these ranks.
+        self.differ_between_ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+
     def matrix(self):
         """Return this rank's shard of the weight as (outputs, inputs)."""
         return self.weight.T if self.is_transposed else self.weight
+
+
+def shard(layer, name, whole):
+    """The cut: return this rank's shard of a whole parameter, its part of each matrix."""
+    dim = layer.split_dims[name]
+    padded = F.pad(whole.movedim(dim, -1), (0, layer.padding)).movedim(-1, dim)
+    matrices = padded.split([size * layer.world_size for size in layer.part_sizes], dim)
+    parts = [matrix.chunk(layer.world_size, dim)[layer.rank] for matrix in matrices]
+    return torch.cat(parts, dim)
 
 
 class ColumnParallelLinear(ParallelLayer):
@@ -298,7 +291,51 @@ class ColumnParallelLinear(ParallelLayer):
     split_dims = {"weight": 0, "bias": 0}
 
     def forward(self, x):
-        return ColumnLinear.apply(x, self.matrix(), self.bias, self)
+        y_shard = ColumnLinear.apply(x, self.matrix(), self.bias, self)
+        # It may be a view, which autograd would not let an activation change in place.
+        return torch.ops.aten._unsafe_view(y_shard, y_shard.shape)
+
+
+class ColumnLinear(Function):
+    """column_linear(), whose backward computes while it sends. The input is x, or x_part.
+
+    With sequence parallelism, backward gathers x_part again, which saves keeping x (Korthikanti et
+    al., §4.2.2):
+                    whole                    sequence parallelism
+        sends                  grad_x        x_part    grad_x
+        computes    grad_x     grad_weight   grad_x    grad_weight
+    """
+
+    @staticmethod
+    def forward(ctx, input, weight_shard, bias_shard, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(input, weight_shard)
+        # Autograd is off in here, so the gathered x is freed.
+        x = all_gather(input, layer.process_group) if layer.sequence_parallel else input
+        return F.linear(x, weight_shard, bias_shard)
+
+    @staticmethod
+    def backward(ctx, grad_y_shard):
+        check_no_second_derivative()
+        input, weight_shard = ctx.saved_tensors
+        x = input
+        group = ctx.layer.process_group
+        sequence_parallel = ctx.layer.sequence_parallel
+        if sequence_parallel:
+            x, gathering = start_all_gather(input, group)
+        dtype = grad_y_shard.dtype  # under autocast x and the weight have another
+        grad_x = grad_y_shard @ weight_shard.to(dtype)  # this rank's part of the sum
+        if sequence_parallel:
+            received, sending = start_reduce_scatter(grad_x, group)
+            gathering.wait()
+        else:
+            sending = dist.all_reduce(grad_x, group=group, async_op=True)  # in place
+        grad_rows = grad_y_shard.reshape(-1, len(weight_shard))
+        grad_weight = grad_rows.t() @ x.to(dtype).reshape(-1, x.shape[-1])
+        grad_bias = grad_rows.sum(0) if ctx.needs_input_grad[2] else None
+        sending.wait()
+        grad_input = received.sum(0) if sequence_parallel else grad_x
+        return grad_input, grad_weight, grad_bias, None  # autograd casts to inputs' dtypes
 
 
 class RowParallelLinear(ParallelLayer):
@@ -316,34 +353,16 @@ class RowParallelLinear(ParallelLayer):
         if bias is None:
             return y
         if self.sequence_parallel:
-            # Each rank adds the bias at its own positions only. So the bias needs f, which adds up
-            # its gradients. The parameters of a norm need f for the same reason.
+            # Each rank adds the bias at its own positions only. So the bias needs f of section 1,
+            # which adds up its gradients. The parameters of a norm need it for the same reason.
             bias = copy_to_region(bias, self.process_group)
         return y + bias.to(y.dtype)  # under autocast the dtypes differ
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. The vocabulary: a rank has some rows of the embedding and some columns of the logits, which are
+# 4. The vocabulary: a rank has some rows of the embedding and some columns of the logits, which are
 # never gathered. The head is a ColumnParallelLinear. If t does not divide V, the weights get rows
 # of zeros at the end, and a hook makes their logits -inf.
-#
-# In the units of the table of costs, the embedding and the head send 2bsh each, and the loss 6bs.
-# With sequence parallelism, scatter_to_sequence() and the head send bsh more each, and the last
-# norm sends 4h. The loss keeps 4bs V/t bytes.
-
-
-def locate(tokens, first, size):
-    """Return each token's index in the `size` rows from `first` on, and whether it is there.
-
-    The index of other tokens is 0.
-    """
-    place = tokens - first
-    is_local = (place >= 0) & (place < size)
-    return place.where(is_local, 0), is_local
-
-
-def is_outside(tokens, V):
-    return (tokens < 0) | (tokens >= V)
 
 
 class VocabParallelEmbedding(ParallelLayer):
@@ -352,48 +371,59 @@ class VocabParallelEmbedding(ParallelLayer):
     split_dims = {"weight": 0}
 
     def forward(self, tokens):
-        check_tokens(tokens, self.size)
-        rows = len(self.weight)
-        row, is_local = locate(tokens, self.rank * rows, rows)
+        V = self.size
+        check_tokens(tokens, V)
+        row, is_local = locate(tokens, self.rank, len(self.weight))
         x = F.embedding(row, self.weight).masked_fill(~is_local.unsqueeze(-1), 0.0)
         x = reduce_from_region(x, self.process_group)
         # On a GPU, check_tokens() does not raise, so unknown tokens get NaN. where() would change
         # the strides of x, and with them the order in which dropout draws its mask.
-        return x.masked_fill(is_outside(tokens, self.size).unsqueeze(-1), math.nan)
+        return x.masked_fill(is_outside(tokens, V).unsqueeze(-1), math.nan)
+
+
+def locate(tokens, rank, size):
+    """Each rank has `size` rows. Return each token's row on `rank`, and whether it is there.
+
+    The row of other tokens is 0.
+    """
+    row = tokens - rank * size
+    is_local = (row >= 0) & (row < size)
+    return row.where(is_local, 0), is_local
+
+
+def is_outside(tokens, V):
+    return (tokens < 0) | (tokens >= V)
 
 
 class VocabParallelCrossEntropy(Function):
-    """For each token, loss = log Σ exp(shifted) - shifted[target].
+    """For each token, loss = log Σ exp(logits - maximum) - (logits[target] - maximum).
 
-    shifted is the logits minus their maximum, so exp() does not overflow. The ranks reduce three
-    numbers per token: maximum, Σ exp(shifted) and shifted[target]. The gradient of the logits is
-    softmax(logits), minus 1 at the target.
+    Without the maximum exp() would overflow. The ranks reduce three numbers per token: maximum, the
+    sum, and logits[target] - maximum, which is 0 on ranks that do not have the target.
 
-    vocab_parallel_cross_entropy() in section 4 adds ignored tokens and label smoothing.
+    vocab_parallel_cross_entropy(), which a training loop calls, adds ignored tokens and label
+    smoothing. V is the size of the vocabulary without padding.
     """
 
     @staticmethod
     def forward(ctx, logits_shard, target, V, process_group):
-        columns = logits_shard.shape[-1]
-        first = dist.get_rank(process_group) * columns
         target = target.unsqueeze(-1)
-        column, is_local = locate(target, first, columns)
+        rank = dist.get_rank(process_group)
+        column, is_local = locate(target, rank, logits_shard.shape[-1])
         logits = logits_shard.to(torch.promote_types(logits_shard.dtype, torch.float32))
         maximum = logits.amax(-1, keepdim=True).contiguous()
         dist.all_reduce(maximum, dist.ReduceOp.MAX, process_group)
         # On a GPU, check_tokens() does not raise. A target outside makes loss and gradient NaN.
         maximum.masked_fill_(is_outside(target, V), math.nan)
-        # shifted, exp and grad_logits are one tensor, changed in place.
-        shifted = logits - maximum
-        local_target = shifted.gather(-1, column).where(is_local, 0.0)  # before exp_()
-        exp = shifted.exp_()
-        sums = torch.stack((exp.sum(-1, keepdim=True), local_target))
-        total, shifted_target = reduce_from_region(sums, process_group)
+        own_target = (logits.gather(-1, column) - maximum).where(is_local, 0.0)
+        exp = (logits - maximum).exp_()
+        sums = torch.stack((exp.sum(-1, keepdim=True), own_target))
+        total, of_target = reduce_from_region(sums, process_group)
+        loss = total.log() - of_target
+        # The gradient of the logits is softmax, minus 1 at the target. It takes the memory of exp.
         grad_logits = exp.div_(total)
-        minus_one = -is_local.to(total.dtype)  # or 0, if the target is on another rank
-        grad_logits.scatter_add_(-1, column, minus_one)
-        ctx.save_for_backward(grad_logits)
-        loss = total.log() - shifted_target
+        grad_logits.scatter_add_(-1, column, -is_local.to(total.dtype))
+        ctx.save_for_backward(grad_logits)  # all that is kept: 4bs V/t bytes
         return loss.squeeze(-1)
 
     @staticmethod
@@ -404,7 +434,7 @@ class VocabParallelCrossEntropy(Function):
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. The library: what a training loop calls.
+# 5. The library: what a training loop calls.
 
 
 def parallelize(module, plan, process_group=None, sequence_parallel=False):
@@ -461,15 +491,15 @@ def vocab_parallel_cross_entropy(
     target = target.masked_fill(ignored, 0)
     check_tokens(target, V)
     columns = logits_shard.shape[-1]
-    first = columns * dist.get_rank(process_group)
-    words_shard = logits_shard[..., : max(V - first, 0)]
+    rank = dist.get_rank(process_group)
+    words_shard = logits_shard[..., : max(V - rank * columns, 0)]
     padding = columns - words_shard.shape[-1]
     if padding:
         logits_shard = F.pad(words_shard, (0, padding), value=-math.inf)
     loss = VocabParallelCrossEntropy.apply(logits_shard, target, V, process_group)
     if label_smoothing:
         # (1 - ε) loss - ε mean(log softmax) is loss + ε (logits[target] - mean(logits)).
-        column, is_local = locate(target.unsqueeze(-1), first, columns)
+        column, is_local = locate(target.unsqueeze(-1), rank, columns)
         of_target = logits_shard.gather(-1, column).where(is_local, 0.0).squeeze(-1)
         above_mean = of_target - words_shard.sum(-1, dtype=loss.dtype) / V
         loss = loss + label_smoothing * reduce_from_region(above_mean, process_group)
@@ -522,7 +552,7 @@ def load_full_state_dict(module, state_dict):
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. The library: how a layer is split.
+# 6. The library: how a layer is split.
 
 
 class ColumnParallelEmbedding(ParallelLayer):
@@ -603,7 +633,8 @@ def split_layer(
     sequence_parallel=False,
     stack=1,  # the number of stacked matrices, if they are equal in size, or their sizes
     pad=False,  # append rows of zeros, up to a multiple of the number of ranks
-    **hooks,
+    gather_output=False,
+    input_is_parallel=True,
 ):
     """Make a plain layer a parallel one, in place. take_shards() cuts its parameters."""
     check_member(process_group)
@@ -613,35 +644,15 @@ def split_layer(
         split_dims = parallel_class.split_dims
         layer.split_dims = split_dims | {"weight": 1 - split_dims["weight"]}
     layer.__class__ = parallel_class
-    layer.process_group = process_group
-    layer.rank = dist.get_rank(process_group)
-    layer.world_size = dist.get_world_size(process_group)
-    layer.sequence_parallel = sequence_parallel
-    # The ranks with other parts, over which DDP, ZeRO and FSDP of this project do not average.
-    layer.differ_between_ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-    layer.size = layer.weight.shape[layer.split_dims["weight"]]  # whole, without padding
-    if stack != 1 and (pad or not hooks.get("input_is_parallel", True)):
-        raise ValueError(f"stack={stack} excludes pad=True and input_is_parallel=False")
-    if pad or parallel_class is VocabParallelEmbedding:
-        layer.part_sizes = [math.ceil(layer.size / layer.world_size)]
-    else:
-        layer.part_sizes = divide(layer, stack)
-    if pad and parallel_class is ColumnParallelLinear:
-        layer.register_forward_hook(remember_head)
-    add_hooks(layer, **hooks)
-
-
-def divide(layer, stack):
-    """Return the sizes of this rank's parts, one for each matrix.
-
-    world_size times their sum is the size of the whole, with padding.
-    """
-    sizes = [layer.size // stack] * stack if isinstance(stack, int) else stack
-    if sum(sizes) != layer.size:
-        raise ValueError(f"matrices of {sizes} do not add up to {layer.size}")
-    for size in sizes:
-        check_divides("features", size, layer.world_size)
-    return [size // layer.world_size for size in sizes]
+    size = layer.weight.shape[layer.split_dims["weight"]]
+    matrices = [size // stack] * stack if isinstance(stack, int) else stack
+    if sum(matrices) != size:
+        raise ValueError(f"matrices of {matrices} do not add up to {size}")
+    if len(matrices) > 1 and (pad or not input_is_parallel):
+        raise ValueError(f"{stack=} excludes pad=True and input_is_parallel=False")
+    pad = pad or parallel_class is VocabParallelEmbedding
+    layer.split(matrices, pad, process_group, sequence_parallel)
+    add_hooks(layer, pad, gather_output, input_is_parallel)
 
 
 def take_shards(module):
@@ -668,17 +679,6 @@ def split_parameters(module):
                     yield f"{path}.{name}".strip("."), layer, name
 
 
-def shard(layer, name, whole):
-    """Return this rank's shard of a whole parameter: its part of each matrix, padded by zeros."""
-    dim = layer.split_dims[name]
-    sizes = [size * layer.world_size for size in layer.part_sizes]
-    padding = (0, sum(sizes) - layer.size)
-    padded = F.pad(whole.movedim(dim, -1), padding).movedim(-1, dim)
-    matrices = padded.split(sizes, dim)
-    parts = [matrix.chunk(layer.world_size, dim)[layer.rank] for matrix in matrices]
-    return torch.cat(parts, dim)
-
-
 def unshard(layer, shard, dim):
     """Return the whole of a parameter, gradient or output, which is split along `dim`."""
     parts = shard.split(layer.part_sizes, dim)
@@ -700,13 +700,12 @@ def gather_from_region(x_shard, process_group=None, dim=-1):
     return whole.movedim(0, dim)
 
 
-def add_hooks(layer, gather_output=False, input_is_parallel=True):
+def add_hooks(layer, pad, gather_output, input_is_parallel):
     """Make a layer scatter or check its input, hide its padding, and gather its output."""
     if isinstance(layer, RowParallelLinear):
         layer.register_forward_pre_hook(check_input if input_is_parallel else scatter_input)
-    is_padded = sum(layer.part_sizes) * layer.world_size > layer.size
-    if isinstance(layer, ColumnParallelLinear) and is_padded:
-        layer.register_forward_hook(hide_padding)
+    if isinstance(layer, ColumnParallelLinear) and pad:
+        layer.register_forward_hook(after_head)
     if isinstance(layer, VocabParallelEmbedding) and layer.padding_idx is not None:
         layer.register_forward_hook(hide_padding_idx)
     if gather_output:
@@ -721,11 +720,16 @@ def gather_output_of(layer, inputs, y_shard):
     return unshard(layer, y_shard, -1)
 
 
+latest = weakref.WeakValueDictionary()  # "head": the one that ran last
+
+
 @torch.no_grad()
-def hide_padding(layer, inputs, logits_shard):
+def after_head(layer, inputs, logits_shard):
     """Make the logits of padding -inf, which softmax ignores."""
     first_of_padding = layer.size - layer.rank * logits_shard.shape[-1]  # negative: all are padding
     logits_shard[..., max(0, first_of_padding) :] = -math.inf
+    if not torch.compiler.is_compiling():
+        latest["head"] = layer
 
 
 def hide_padding_idx(layer, inputs, x):
@@ -735,29 +739,18 @@ def hide_padding_idx(layer, inputs, x):
         x.register_hook(lambda gradient: gradient.masked_fill(is_padding, 0.0))
 
 
-latest = {}  # "head": a weak reference to the one that ran last
-
-
-def remember_head(layer, inputs, logits_shard):
-    if not torch.compiler.is_compiling():
-        latest["head"] = weakref.ref(layer)
-
-
 def size_of_head(logits_shard, process_group):
     """Return the vocabulary's size: that of the head, or the number of columns.
 
     The head is in the graph. If it is not, as under no_grad(), it is the one that ran last.
     """
-    columns = logits_shard.shape[-1]
-    t = dist.get_world_size(process_group)
-    layers = [getattr(node, "layer", None) for node in nodes_inside_pair([logits_shard])]
-    if not any(layers) and "head" in latest:
-        layers = [latest["head"]()]
-    for layer in layers:
-        fits = isinstance(layer, ParallelLayer) and layer.world_size == t
-        if fits and sum(layer.part_sizes) == columns:
-            return layer.size
-    return columns * t
+    nodes = nodes_inside_pair([logits_shard])
+    heads = [node.layer for node in nodes if hasattr(node, "layer")] or latest.values()
+    columns = logits_shard.shape[-1] * dist.get_world_size(process_group)
+    for head in heads:
+        if isinstance(head, ParallelLayer) and head.size + head.padding == columns:
+            return head.size
+    return columns
 
 
 def nodes_inside_pair(tensors):
@@ -775,7 +768,7 @@ def nodes_inside_pair(tensors):
 
 
 # --------------------------------------------------------------------------------------------------
-# 6. The library: modules that are not split.
+# 7. The library: modules that are not split.
 
 
 def add_base(module, base, process_group):
@@ -827,7 +820,7 @@ def parallel_region(process_group=None, enabled=True):
 
 
 # --------------------------------------------------------------------------------------------------
-# 7. The library: where a shard lies in its whole parameter, for checkpoints.
+# 8. The library: where a shard lies in its whole parameter, for checkpoints.
 
 
 class Box(NamedTuple):
@@ -845,13 +838,13 @@ def boxes_of(layer, name, shape):
     dim = getattr(layer, "split_dims", {}).get(name)
     if dim is None:
         return [Box(0, shape, shape, [0] * len(shape))]
-    is_padded = sum(layer.part_sizes) * layer.world_size > layer.size
-    if dim > 0 and (len(layer.part_sizes) > 1 or is_padded):
+    if dim > 0 and (len(layer.part_sizes) > 1 or layer.padding):
         raise ValueError(
             f"{name} has several matrices, or padding, along dimension {dim}, so they are "
             "interleaved in memory; split an nn.Linear, or save full_state_dict()"
         )
-    whole_shape = with_size(shape, dim, layer.size)
+    whole_shape = shape.copy()
+    whole_shape[dim] = layer.size
     boxes = []
     start = 0  # of the part in the shard, along dim
     for size in layer.part_sizes:
@@ -860,19 +853,17 @@ def boxes_of(layer, name, shape):
         size_of_box = min(size, layer.size - first_in_whole)  # without the padding
         if size_of_box > 0:
             first = start * math.prod(shape[dim + 1 :])
-            box_shape = with_size(shape, dim, size_of_box)
-            offset = with_size([0] * len(shape), dim, first_in_whole)
+            box_shape = shape.copy()
+            box_shape[dim] = size_of_box
+            offset = [0] * len(shape)
+            offset[dim] = first_in_whole
             boxes.append(Box(first, box_shape, whole_shape, offset))
         start += size
     return boxes
 
 
-def with_size(shape, dim, size):
-    return [*shape[:dim], size, *shape[dim + 1 :]]
-
-
 # --------------------------------------------------------------------------------------------------
-# 8. The library: checks.
+# 9. The library: checks.
 
 
 def check_divides(what, size, world_size):
@@ -1028,7 +1019,11 @@ def main():
 
 
 def sent_by_formula(demo):
-    """What a rank sends per step, as a formula and in elements."""
+    """What a rank sends per step, as a formula and in elements.
+
+    With sequence parallelism, scatter_to_sequence() and the head send bsh more each, and the last
+    norm sends 4h.
+    """
     t = demo.ranks
     l = 4
     h = 192
