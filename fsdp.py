@@ -22,10 +22,10 @@ that have w₀. Gathers stay within N ranks, for example a node.
 Read section 1 for the idea (11 minutes), to section 3 for the technique (48), and the rest to use
 it as a library (92). Four classes do the work:
 
-    Unit               the hooks of a module that fully_shard adds: around forward and backward
-    Schedule           when: the order of the units, which is that of gathers and reductions
+    ShardedParameter   where: the place of a parameter in a unit's buffer, and in this rank's shard
     ParameterGroup     how: a unit's parameters of one dtype, gathered and reduced in one buffer
-    ShardedParameter   where: the place of a parameter in that buffer, and in this rank's shard
+    Unit               when: hooks around the forward and the backward of a module
+    Schedule           what the units of a model share: which of them runs, and which comes next
 
 Cost per rank in elements, with Adam. The model has Ψ parameters. T of them are trained, and u are
 in the largest unit. The rows with + add to "between steps". 2u: this unit and the next. 3u: this
@@ -157,27 +157,26 @@ def round_up(size, multiple):
 class ShardedParameter:
     """A parameter in two forms: `sharded` for the optimizer, `unsharded` to compute with.
 
-    Both are nn.Parameters, and views of `group.shard` or `group.unsharded`. The modules hold one
-    of them at a time. Variables named `parameter` are ShardedParameters. `original` is the
-    nn.Parameter that one replaces.
+    Both are nn.Parameters, and views of `shard` or `unsharded` of a ParameterGroup, the next class.
+    The modules hold one of them at a time. `original` is the nn.Parameter that they held before.
     """
 
     def __init__(self, group, original, owners, start_in_unsharded):
-        self.group = group  # a ParameterGroup
+        self.group = group
         self.owners = owners  # [(module, attribute), …]: several if the parameter is tied
         self.shape = original.shape
         # The original's, but without gaps.
         self.stride = torch.empty_like(original, device="meta").stride()
         self.start_in_unsharded = start_in_unsharded  # offset of its first element
-        start_in_shard = start_in_unsharded - group.shard_start  # < 0: on an earlier rank
+        # Above, shard_start is 48 on rank 1. So there, the weight is at -48 to 12 of the shard.
+        start_in_shard = start_in_unsharded - group.shard_start
         end_in_shard = start_in_shard + original.numel()
-        # Its elements in `group.shard`, if any. Above, the weight has slice(0, 12) on rank 1. On
-        # rank 0 it has slice(0, 60), and indexing stops at the end of the shard, at 48.
+        # Its elements in the shard, if any: slice(0, 12) on rank 1. On rank 0 this is slice(0, 60),
+        # and indexing stops at the end of the shard, at 48.
         self.slice = slice(max(start_in_shard, 0), max(end_in_shard, 0))
         self.sharded = nn.Parameter(self.part_of_shard(group.shard), original.requires_grad)
-        # The gather in backward writes to the buffer after autograd has saved this view of it. A
-        # view shares the version counter of its buffer, so autograd would refuse it. .data has the
-        # same memory, and a counter of its own.
+        # Backward's gather writes to the buffer after autograd has saved this view. A view shares
+        # the version counter of its buffer, so autograd would refuse it. .data has its own.
         self.unsharded = nn.Parameter(self.view(group.unsharded).data, original.requires_grad)
         self.sharded._sharded_parameter = self
 
@@ -198,23 +197,23 @@ class ShardedParameter:
 
 
 class ParameterGroup:
-    """Parameters of one dtype, gathered together: their shards, buffers and gradients."""
+    """A unit's parameters of one dtype: their shards, buffers and gradients."""
 
     @torch.no_grad()
     def __init__(self, originals, settings, device):  # originals: {nn.Parameter: its owners}
-        # Process groups of the ranks with the other shards, and of those with copies of this one.
-        # `settings` are the arguments of fully_shard, in section 4.
+        # `settings` are the arguments of fully_shard, in section 4. The process groups are of the
+        # ranks with the other shards, and of those with copies of this one.
         self.process_group, *self.replicate_groups = settings.axes
         self.divide_factor = settings.divide_factor
+        dtype = next(iter(originals)).dtype
+        param_dtype, self.reduce_dtype = settings.dtypes_for(dtype)
         N = dist.get_world_size(self.process_group)
         total = sum(round_up(p.numel(), PARAMETER_ALIGNMENT) for p in originals)
         padded = round_up(max(total, 1), N * SHARD_ALIGNMENT)
         self.shard_size = padded // N  # in elements
-        # Offset of the shard in `unsharded`.
         self.shard_start = dist.get_rank(self.process_group) * self.shard_size
-        dtype, param_dtype, self.reduce_dtype = choose_dtypes(originals, settings.mp_policy)
         # Zeros, which fully_shard replaces: all ranks get the originals of rank 0.
-        self.shard = zero_shard(self.shard_size, dtype, device, settings.offload)
+        self.shard = settings.new_shard(self.shard_size, dtype, device)
         self.unsharded = torch.empty(padded, dtype=param_dtype, device=device)
         self.parameters = []
         start = 0
@@ -228,9 +227,9 @@ class ParameterGroup:
 
     def clear_gradients(self):
         self.gradients = None  # this rank's, in the layout of `unsharded`
-        self.collected = set()  # parameters whose gradients are in `gradients`
+        self.collected = set()  # the parameters whose gradients are in there
         self.received = None  # gradients of this rank's shard from all ranks, in rank order
-        self.reducing = None  # handle of the all-to-all that fills `received`
+        self.reduce_handle = None  # of the all-to-all that fills `received`
 
     def start_unshard(self):
         """Begin to gather the ranks' shards into `unsharded`, unless that has begun."""
@@ -238,10 +237,9 @@ class ParameterGroup:
         if self.is_gathered:
             return
         self.is_gathered = True
-        self.version = self.shard._version  # autograd's count of the writes to the shard
+        self.version = self.shard._version  # for checks: autograd's count of writes to the shard
         self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
         shard = self.shard.to(self.unsharded)  # its dtype and device
-        # Bytes, because NCCL has no 16-bit integers.
         self.gather_handle = all_gather_single(
             self.unsharded.view(torch.uint8),
             shard.view(torch.uint8),
@@ -271,109 +269,103 @@ class ParameterGroup:
 
     @torch.no_grad()
     def collect_gradients(self):
-        """Move each .grad into `gradients`, or add it to what no_sync() kept there."""
+        """Move each .grad into `gradients`. Add it, because no_sync() keeps earlier ones there."""
         if not any(parameter.sharded.requires_grad for parameter in self.parameters):
             return  # all are frozen
         if self.gradients is None:
             # The padding is sent, too. It needs zeros, because NCCL may look for NaN.
             self.gradients = torch.zeros_like(self.unsharded, dtype=self.reduce_dtype)
         for parameter in self.parameters:
-            move_gradient(parameter, parameter.view(self.gradients))  # from unsharded.grad
+            gradient = parameter.unsharded.grad
+            if gradient is not None:
+                parameter.view(self.gradients).add_(gradient)
+                parameter.unsharded.grad = None
+                self.collected.add(parameter)
 
     def start_reduce(self):
         """Begin to send each rank its part of `gradients`."""
-        if self.gradients is not None and self.reducing is None:
+        if self.gradients is not None and self.reduce_handle is None:
+            self.mark_missing_gradients()
             self.received = torch.empty_like(self.gradients)
-            self.reducing = dist.all_to_all_single(
+            self.reduce_handle = dist.all_to_all_single(
                 self.received, self.gradients, group=self.process_group, async_op=True
             )
 
     @torch.no_grad()
     def finish_reduce(self):
         """Wait for the gradients, and add their mean to .grad of the shards."""
-        if self.reducing is None:
+        if self.reduce_handle is None:
             return
-        self.reducing.wait()
+        self.reduce_handle.wait()
         total = sum_in_rank_order(self.received, self.shard_size)
         for group in self.replicate_groups:
             dist.all_reduce(total, group=group)
         mean = (total / self.divide_factor).to(self.shard)
         for parameter in self.parameters:
-            if any_rank_has_gradient(parameter, total):  # otherwise .grad stays as it is
+            if self.any_rank_has_gradient(parameter, total):  # otherwise .grad may stay None
                 gradient = parameter.part_of_shard(mean)
                 sharded = parameter.sharded
                 sharded.grad = gradient if sharded.grad is None else sharded.grad.add_(gradient)
         self.clear_gradients()
 
+    # Section 5 has these two: ranks send zeros for a missing gradient, but mark them.
 
-def choose_dtypes(originals, policy):
-    """Return the dtypes of shards, of unsharded parameters, and of reductions."""
-    dtype = next(iter(originals)).dtype
-    if not dtype.is_floating_point:  # integers and complex numbers keep theirs
-        return dtype, dtype, dtype
-    param_dtype = policy.param_dtype or dtype
-    return dtype, param_dtype, policy.reduce_dtype or param_dtype
+    def mark_missing_gradients(self):
+        mark_missing_gradients(self)
 
-
-def zero_shard(size, dtype, device, offload):
-    shard = torch.zeros(size, dtype=dtype, device=device)
-    return shard.cpu().pin_memory() if offload and not shard.is_cpu else shard
-
-
-# finish_reduce() must know whether any rank has a gradient of a parameter. A rank without one sends
-# -0.0 in all elements. A rank with one turns its elements of -0.0 into 0.0. A sum is -0.0 only if
-# all ranks sent -0.0.
-NO_GRADIENT = -0.0
-
-
-def move_gradient(parameter, place):
-    """Move .grad to `place`, or add it to what no_sync() kept there."""
-    collected = parameter.group.collected
-    gradient = parameter.unsharded.grad
-    if gradient is not None:
-        if parameter in collected:
-            gradient = gradient + place
-        # Adding 0.0 turns -0.0 into 0.0. The cast comes first, because it may round to -0.0.
-        torch.add(gradient.to(place.dtype), 0.0, out=place)
-        collected.add(parameter)
-        parameter.unsharded.grad = None
-    elif parameter not in collected:
-        place.fill_(NO_GRADIENT)
+    def any_rank_has_gradient(self, parameter, total):
+        return any_rank_has_gradient(parameter, total)
 
 
 def sum_in_rank_order(received, shard_size):
     if received.dtype == torch.float16:
         received = received.float()  # a sum may exceed 65504, the limit of float16
-    # sum() would begin with 0 and turn -0.0 into 0.0.
+    # sum() would begin with 0 and lose the marks of section 5.
     return functools.reduce(torch.add, received.split(shard_size))
 
 
-def any_rank_has_gradient(parameter, total):
-    if parameter in parameter.group.collected:
-        return True  # this rank has one, so the host need not wait for the sum
-    elements = total[parameter.slice].real  # a complex number has no sign bit
-    return not ((elements == 0) & elements.signbit()).all()
-
-
 # --------------------------------------------------------------------------------------------------
-# 3. When a unit is gathered and reduced. fully_shard makes a Unit, whose pre_forward and
-# post_forward are hooks of the module. The last call, for the whole model, makes the Schedule that
-# all units share. The first step records which unit comes next, so that later steps unshard it
-# early. For a model that calls units 0 and 1, and is a unit itself, without parameters of its own:
+# 3. When a unit is gathered and reduced. fully_shard makes a Unit of each module, and last of the
+# whole model. It calls make_unit, which hooks pre_forward and post_forward to the module. These
+# hook pre_backward and post_backward to the graph, and pre_backward hooks end_backward to the end
+# of autograd's backward. The first step records which unit comes next, so that later steps unshard
+# it early. This is a later step, of a model that calls the units 0, 1 and 2. The model's own unit
+# has no parameters here, and all its hooks do is to start gather 0.
 #
-#                                waits for    frees     starts
-#   forward    pre_forward 0     gather 0               gather 1
-#              post_forward 0                 unit 0
-#              pre_forward 1     gather 1
-#              post_forward 1                 unit 1
-#   backward   pre_backward 1    gather 1               gather 1, gather 0
-#              post_backward 1                unit 1    reduce 1
-#              pre_backward 0    gather 0
-#              post_backward 0   reduce 1     unit 0    reduce 0
-#              finish_backward   reduce 0
+#                      waits for   frees     then starts          units in memory, or on their way
+#    pre_forward 0     gather 0              gather 1             0 1
+#    post_forward 0                unit 0                           1
+#    pre_forward 1     gather 1              gather 2               1 2
+#    post_forward 1                unit 1                             2
+#    pre_forward 2     gather 2              (unit 2 is next)         2
+#    post_forward 2                unit 2
+#    pre_backward 2    gather 2              gather 1               1 2
+#    post_backward 2               unit 2    reduce 2               1
+#    pre_backward 1    gather 1              gather 0             0 1
+#    post_backward 1   reduce 2    unit 1    reduce 1             0
+#    pre_backward 0    gather 0                                   0
+#    post_backward 0   reduce 1    unit 0    reduce 0
+#    end_backward      reduce 0
 #
-# Backward's gather 1 cannot start earlier: pre_forward 1 would have to start it, but unit 1 is
-# unsharded then.
+# pre_backward 2 also has to start gather 2. pre_forward 2 would have to start it earlier, but then
+# unit 2 is unsharded.
+
+
+def make_unit(module, groups, settings):
+    """End fully_shard(module), which has made ParameterGroups of the module's parameters."""
+    unit = Unit(groups, settings)
+    module._fsdp_unit = unit
+    module.register_forward_pre_hook(unit.pre_forward, prepend=True, with_kwargs=True)
+    module.register_forward_hook(unit.post_forward, always_call=True)  # also if forward raises
+    # Inner modules are units already. Their Schedules are replaced by this one.
+    schedule = Schedule(units_of(module))
+    for each in schedule.units:
+        each.schedule = schedule
+    return unit
+
+
+def units_of(module):
+    return [m._fsdp_unit for m in module.modules() if hasattr(m, "_fsdp_unit")]
 
 
 def in_backward():
@@ -381,8 +373,40 @@ def in_backward():
     return torch._C._current_graph_task_id() != -1
 
 
+class Schedule:
+    """What the units of a model share. The methods of Unit write to it."""
+
+    def __init__(self, units):
+        self.units = units
+        self.outermost = None  # during a forward, the unit that the user called: mostly the model
+        self.backward_is_running = False
+        self.latest = None  # the latest unshard() of the step: (unit, in_backward())
+        # The unit of the unshard() after that. For two units: {None: unit 0, (unit 0, False):
+        # unit 1, (unit 1, False): unit 1, (unit 1, True): unit 0}.
+        self.next_unit = {}
+        self.marks = []  # for no_sync() of section 4: on .grad of the gradients that it keeps
+
+    def reshard_all(self):
+        self.latest = None
+        for unit in self.units:
+            unit.reshard()
+
+    def finish_reduce(self):
+        for unit in self.units:
+            for group in unit.groups:
+                group.finish_reduce()
+
+    # Section 5 has these two, for gradients that no_sync() keeps.
+
+    def drop_zeroed_gradients(self):
+        drop_zeroed_gradients(self)
+
+    def mark_kept_gradients(self):
+        mark_kept_gradients(self)
+
+
 class PostBackward(torch.autograd.Function):
-    """The identity, for an input of a unit. Its backward calls post_backward.
+    """The identity, for an input of a unit. Its backward calls the unit's post_backward.
 
     Autograd first runs the ready nodes that accumulate .grad, and then the newest ready node. This
     node is older than all nodes of the unit. So it runs last, even if it is ready early.
@@ -400,20 +424,24 @@ class PostBackward(torch.autograd.Function):
 
 
 class Unit:
-    """A module's parameters that are gathered together, and its hooks in order of calls."""
+    """The hooks of a module, in the order of a step. Each is followed by what it calls first."""
 
     def __init__(self, groups, settings):
         self.groups = groups  # ParameterGroups
         self.settings = settings
-        self.schedule = None  # that of all units of the model
+        self.schedule = None  # set by make_unit
+        self.awaits_post_backward = False  # pre_backward has run, and post_backward has not
         # Of section 4. "no_sync": send nothing yet; "keep_unsharded": free nothing.
         self.contexts = []
-        self.awaits_post_backward = False  # pre_backward has run, and post_backward has not
 
     def pre_forward(self, module, args, kwargs):
         """Unshard, and pass the inputs through PostBackward."""
-        self.schedule.start_forward(self)
-        self.schedule.unshard(self)
+        if self.schedule.outermost is None and not in_backward():
+            check_last_backward(self.schedule)
+            self.schedule.outermost = self
+            # A forward without a backward leaves units gathered, and the shards may have changed.
+            self.schedule.reshard_all()
+        self.unshard()
         return tree_map_only(torch.Tensor, self.prepare_input, (args, kwargs))
 
     def prepare_input(self, tensor):
@@ -421,9 +449,24 @@ class Unit:
             tensor = tensor.to(dtype=self.settings.mp_policy.param_dtype)  # None: no cast
         return PostBackward.apply(self, tensor) if tensor.requires_grad else tensor
 
+    def unshard(self):
+        """Wait until this unit is unsharded, and begin to unshard the unit that comes next."""
+        self.start_unshard()  # does nothing if the unit before has called it, three lines below
+        for group in self.groups:
+            group.finish_unshard()
+        schedule = self.schedule
+        schedule.next_unit[schedule.latest] = self  # for the next step
+        schedule.latest = (self, in_backward())
+        if schedule.latest in schedule.next_unit:  # from the step before
+            schedule.next_unit[schedule.latest].start_unshard()
+
+    def start_unshard(self):
+        for group in self.groups:
+            group.start_unshard()
+
     def post_forward(self, module, args, output):
         """Reshard. Register pre_backward to run when backward reaches an output."""
-        for tensor in tensors_in(output):  # those with a graph
+        for tensor in self.tensors_in(output):
             tensor.register_hook(self.pre_backward)
         # Autocast would keep 16-bit copies of whole parameters, and use them in the next forward.
         torch.clear_autocast_cache()
@@ -433,121 +476,54 @@ class Unit:
         if self.schedule.outermost is self:
             self.schedule.outermost = None
 
+    def reshard(self, free=True):
+        for group in self.groups:
+            group.reshard(free and "keep_unsharded" not in self.contexts)
+
     def pre_backward(self, gradient):
-        """Unshard. For a second output, this changes nothing."""
+        """Unshard. Each output calls this, but only the first call counts."""
+        if self.awaits_post_backward:
+            return
         self.awaits_post_backward = True
-        self.schedule.start_backward()
-        self.schedule.unshard(self)
+        if not self.schedule.backward_is_running:
+            self.schedule.backward_is_running = True
+            self.schedule.drop_zeroed_gradients()
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        self.unshard()
 
     def post_backward(self):
         """Reshard, and begin to reduce. Each input calls this, but only the first call counts."""
         if not self.awaits_post_backward:
             return
         self.awaits_post_backward = False
-        self.schedule.finish_reduce()  # the previous unit's, which ran during this one's backward
+        # The previous unit's reduction ran during this unit's backward. Now it frees its buffers,
+        # before this unit needs some.
+        self.schedule.finish_reduce()
         self.reshard()
         for group in self.groups:
             group.collect_gradients()
         self.start_reduce()
-
-    def start_unshard(self):
-        for group in self.groups:
-            group.start_unshard()
-
-    def reshard(self, free=True):
-        for group in self.groups:
-            group.reshard(free and "keep_unsharded" not in self.contexts)
 
     def start_reduce(self):
         if "no_sync" not in self.contexts:
             for group in self.groups:
                 group.start_reduce()
 
-
-def tensors_in(output):
-    """Yield the tensors that have a graph, also those in containers and dataclasses."""
-    for leaf in tree_leaves(output):
-        if torch.is_tensor(leaf) and leaf.grad_fn is not None:
-            yield leaf
-        elif isinstance(leaf, Mapping):  # a subclass, which tree_leaves() does not know
-            yield from tensors_in([*leaf.values()])
-        elif isinstance(leaf, (list, tuple)):
-            yield from tensors_in([*leaf])
-        elif dataclasses.is_dataclass(leaf):
-            fields = dataclasses.fields(leaf)
-            yield from tensors_in([getattr(leaf, field.name) for field in fields])
-
-
-class Schedule:
-    """The order in which a model gathers and reduces its units."""
-
-    def __init__(self, units):
-        self.units = units
-        for unit in units:
-            unit.schedule = self
-        self.outermost = None  # during a forward, the unit that the user called: mostly the model
-        self.previous = None  # the last call of unshard(), if any: (unit, in_backward())
-        self.next_unit = {}  # {(unit, in_backward()) of a call: the unit of the call after it}
-        self.backward_is_running = False
-        self.marks = []  # for no_sync() of section 4: on .grad of the gradients that it keeps
-
-    def start_forward(self, unit):
-        """If the user called `unit`, and not another unit, reshard all units.
-
-        A forward without a backward leaves units gathered, and the shards may have changed since.
-        """
-        if self.outermost is None and not in_backward():
-            if self.backward_is_running:
-                raise RuntimeError("an earlier backward raised an error; nothing is right after it")
-            self.outermost = unit
-            self.reshard_all()
-
-    def reshard_all(self):
-        self.previous = None
-        for unit in self.units:
-            unit.reshard()
-
-    def unshard(self, unit):
-        """Wait until `unit` is unsharded, and begin to unshard the unit that comes next."""
-        unit.start_unshard()
-        for group in unit.groups:
-            group.finish_unshard()
-        # Record this for the next step. A unit with two outputs comes here twice in backward. The
-        # second call records that the unit follows itself, and the next unit's call corrects this.
-        self.next_unit[self.previous] = unit
-        self.previous = (unit, in_backward())
-        if self.previous in self.next_unit:
-            self.next_unit[self.previous].start_unshard()
-
-    def start_backward(self):
-        """Have autograd call finish_backward() when the backward that is running ends."""
-        if not self.backward_is_running:
-            self.backward_is_running = True
-            self.drop_zeroed_gradients()
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
-
-    def finish_reduce(self):
-        for unit in self.units:
-            for group in unit.groups:
-                group.finish_reduce()
-
-    def finish_backward(self):
-        """End what the units have begun."""
-        for unit in self.units:
+    def end_backward(self):
+        """End what all units have begun."""
+        schedule = self.schedule
+        for unit in schedule.units:
             unit.post_backward()  # if no input needed a gradient, PostBackward did not call it
             unit.start_reduce()  # of what no_sync() kept, if this backward did not reach the unit
-        self.finish_reduce()
-        self.reshard_all()
-        self.mark_kept_gradients()
-        self.backward_is_running = False
+        schedule.finish_reduce()
+        schedule.reshard_all()
+        schedule.mark_kept_gradients()
+        schedule.backward_is_running = False
 
-    # For gradients that no_sync() keeps. Section 5 has these two functions.
+    # Section 5 has this. It yields tensors that have a graph.
 
-    def drop_zeroed_gradients(self):
-        drop_zeroed_gradients(self)
-
-    def mark_kept_gradients(self):
-        mark_kept_gradients(self)
+    def tensors_in(self, output):
+        return tensors_in(output)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -591,8 +567,19 @@ class Settings(NamedTuple):
     axes: list  # process groups: of the other shards, and of the copies
     reshard_after_forward: bool
     mp_policy: MixedPrecisionPolicy
-    offload: bool
+    is_offloaded: bool
     divide_factor: float
+
+    def dtypes_for(self, dtype):
+        """Return the dtypes of unsharded parameters and of reductions, for shards of `dtype`."""
+        if not dtype.is_floating_point:  # integers and complex numbers keep theirs
+            return dtype, dtype
+        param_dtype = self.mp_policy.param_dtype or dtype
+        return param_dtype, self.mp_policy.reduce_dtype or param_dtype
+
+    def new_shard(self, size, dtype, device):
+        shard = torch.zeros(size, dtype=dtype, device=device)
+        return shard.cpu().pin_memory() if self.is_offloaded and not shard.is_cpu else shard
 
 
 def fully_shard(
@@ -613,25 +600,13 @@ def fully_shard(
     """
     axes = choose_axes(mesh, process_group, replicate_group)
     divide_factor = gradient_divide_factor or math.prod(map(dist.get_world_size, axes))
-    settings = Settings(
-        axes, reshard_after_forward, mp_policy, offload_policy is not None, divide_factor
-    )
+    is_offloaded = offload_policy is not None
+    settings = Settings(axes, reshard_after_forward, mp_policy, is_offloaded, divide_factor)
     check_module(module, mp_policy.param_dtype)
     check_kept_views(module)
-    unit = Unit(make_groups(module, settings), settings)
-    Schedule([unit, *units_of(module)])  # replaces those of inner units
-    module.register_forward_pre_hook(unit.pre_forward, prepend=True, with_kwargs=True)
-    module.register_forward_hook(unit.post_forward, always_call=True)  # also if forward raises
-    watch_owners(unit)
-    watch_first_forward(module)
-    module._fsdp_unit = unit
-    module.register_state_dict_pre_hook(check_is_full_state_dict)
-    module.__deepcopy__ = check_is_no_copy
+    unit = make_unit(module, make_groups(module, settings), settings)
+    refuse_other_uses(module, unit)
     return module
-
-
-def units_of(module):
-    return [m._fsdp_unit for m in module.modules() if hasattr(m, "_fsdp_unit")]
 
 
 @contextmanager
@@ -757,7 +732,7 @@ def make_groups(module, settings):
         group = ParameterGroup(originals, settings, device)
         fill_shard(group, settings.axes)
         for parameter, original in zip(group.parameters, originals, strict=True):
-            watch_leaves(parameter, original)
+            refuse_uses_outside(parameter, original)
         groups.append(group)
     return groups
 
@@ -765,15 +740,16 @@ def make_groups(module, settings):
 @torch.no_grad()
 def fill_shard(group, axes):
     """Broadcast the first rank's originals, and keep this rank's part."""
+    whole = group.unsharded.new_zeros(len(group.unsharded), dtype=group.shard.dtype)
     for parameter in group.parameters:
         module, attribute = parameter.owners[0]
-        original = module._parameters[attribute]  # materialize() may have replaced it
-        whole = torch.empty(original.shape, dtype=original.dtype, device=group.unsharded.device)
-        whole.copy_(original)
-        for axis in axes:  # after both, all ranks have the values of the grid's first rank
-            dist.broadcast(whole.view(-1).view(torch.uint8), group=axis, group_src=0)
-        parameter.sharded.copy_(shard_of(parameter, whole))
+        # Not those of find_parameters(): materialize() may have replaced them.
+        parameter.view(whole).copy_(module._parameters[attribute])
         parameter.set_on_modules(parameter.sharded)
+    for axis in axes:  # after both, all ranks have the values of the grid's first rank
+        # Bytes, because NCCL has no 16-bit integers.
+        dist.broadcast(whole.view(torch.uint8), group=axis, group_src=0)
+    group.shard.copy_(whole[group.shard_start :][: group.shard_size])
 
 
 def find_parameters(module, settings):
@@ -784,10 +760,11 @@ def find_parameters(module, settings):
         known = getattr(parameter, "_sharded_parameter", None)
         if known is None:
             check_hooks(path, parameter)
-            parent, _, name = path.rpartition(".")
+            parent, _, attribute = path.rpartition(".")
             owner = module.get_submodule(parent)
-            kind = parameter.dtype, parameter.requires_grad
-            by_kind.setdefault(kind, {}).setdefault(parameter, []).append((owner, name))
+            kind = (parameter.dtype, parameter.requires_grad)
+            originals = by_kind.setdefault(kind, {})
+            originals.setdefault(parameter, []).append((owner, attribute))
             facts.append(
                 f"{path}: {tuple(parameter.shape)}, stride {parameter.stride()}, "
                 f"{parameter.dtype}, {'trained' if parameter.requires_grad else 'frozen'}"
@@ -874,38 +851,41 @@ def materialize(device, owner):
     """Initialize the tensors of one module, if they are on the meta device."""
     tensors = itertools.chain(owner.parameters(recurse=False), owner.buffers(recurse=False))
     if any(tensor.is_meta for tensor in tensors):
-        if not hasattr(owner, "reset_parameters"):
-            raise ValueError(f"{owner} is on the meta device, but has no reset_parameters()")
         owner.to_empty(device=device, recurse=False)
         owner.reset_parameters()
 
 
-def watch_owners(unit):
-    """Refuse a backward that would use freed memory or other values. Cut state dicts."""
-
-    def check(*_):
-        if not unit.awaits_post_backward:
-            raise RuntimeError("backward reaches a unit through a tensor hidden in another object")
-        if torch.is_grad_enabled():
-            raise RuntimeError("create_graph=True: second-order gradients would need what is freed")
-
-    def check_outputs(module, args, output):
-        versions = [group.version for group in unit.groups]
-
-        def check_versions(*_):
-            if versions != [group.version for group in unit.groups]:
-                raise RuntimeError("shards changed between forward and backward; step afterwards")
-
-        for tensor in tensors_in(output):
-            tensor.grad_fn.register_prehook(check)  # runs after the hooks of the tensor
-            tensor.grad_fn.register_prehook(check_versions)
-
+def refuse_other_uses(module, unit):
+    """Register hooks that raise, and the one that cuts state dicts."""
     parameters = [parameter for group in unit.groups for parameter in group.parameters]
     for parameter in parameters:
-        call_in_backward(check, parameter.unsharded)
-    for module in {module for parameter in parameters for module, _ in parameter.owners}:
-        module.register_forward_hook(check_outputs)
-        module.register_load_state_dict_pre_hook(cut_state_dict)
+        call_in_backward(functools.partial(check_backward, unit), parameter.unsharded)
+    for owner in {owner for parameter in parameters for owner, _ in parameter.owners}:
+        owner.register_forward_hook(functools.partial(watch_outputs, unit))
+        owner.register_load_state_dict_pre_hook(cut_state_dict)
+    watch_first_forward(module)
+    module.register_state_dict_pre_hook(check_is_full_state_dict)
+    module.__deepcopy__ = check_is_no_copy
+
+
+def watch_outputs(unit, module, args, output):
+    """Refuse a backward that would use freed memory or other values."""
+    versions = [group.version for group in unit.groups]
+
+    def check(*_):
+        check_backward(unit)
+        if versions != [group.version for group in unit.groups]:
+            raise RuntimeError("shards changed between forward and backward; step afterwards")
+
+    for tensor in tensors_in(output):
+        tensor.grad_fn.register_prehook(check)  # runs after the hooks of the tensor
+
+
+def check_backward(unit, *_):
+    if not unit.awaits_post_backward:
+        raise RuntimeError("backward reaches a unit through a tensor hidden in another object")
+    if torch.is_grad_enabled():
+        raise RuntimeError("create_graph=True: second-order gradients would need what is freed")
 
 
 def watch_first_forward(module):
@@ -925,6 +905,11 @@ def call_in_backward(function, leaf):
         requires_grad = leaf.requires_grad
         leaf.requires_grad_().register_hook(function)  # it may be unfrozen later
         leaf.requires_grad_(requires_grad)
+
+
+def check_last_backward(schedule):
+    if schedule.backward_is_running:
+        raise RuntimeError("an earlier backward raised an error; nothing is right after it")
 
 
 def check_shards(group):
@@ -964,7 +949,7 @@ NEED_THE_WHOLE = """sum mean norm std var max min expand_as view_as random_ expo
     log_normal_ geometric_ normal_ uniform_ bernoulli_"""
 
 
-def watch_leaves(parameter, original):
+def refuse_uses_outside(parameter, original):
     """Raise if someone computes with the shard outside its unit, or with the original."""
     name = name_of(parameter)
 
@@ -994,6 +979,47 @@ class ReplacedParameter(nn.Parameter):
         )
 
 
+def check_is_no_copy(memo):
+    """copy.deepcopy(module) calls this."""
+    raise RuntimeError("a sharded model cannot be copied; copy it before fully_shard")
+
+
+def tensors_in(output):
+    """Yield the tensors that have a graph, also those in containers and dataclasses."""
+    for leaf in tree_leaves(output):
+        if torch.is_tensor(leaf) and leaf.grad_fn is not None:
+            yield leaf
+        elif isinstance(leaf, Mapping):  # a subclass, which tree_leaves() does not know
+            yield from tensors_in([*leaf.values()])
+        elif isinstance(leaf, (list, tuple)):
+            yield from tensors_in([*leaf])
+        elif dataclasses.is_dataclass(leaf):
+            fields = dataclasses.fields(leaf)
+            yield from tensors_in([getattr(leaf, field.name) for field in fields])
+
+
+# Which gradients exist: finish_reduce() must know whether any rank has one of a parameter. A rank
+# without one sends -0.0 in all elements. A rank with one sends no -0.0. A sum is -0.0 only if all
+# ranks sent -0.0.
+
+
+def mark_missing_gradients(group):
+    rounds = torch.promote_types(group.unsharded.dtype, group.reduce_dtype) != group.reduce_dtype
+    for parameter in group.parameters:
+        place = parameter.view(group.gradients)
+        if parameter not in group.collected:
+            place.fill_(-0.0)
+        elif rounds:  # a number below 0 may have become -0.0
+            place.add_(0.0)  # turns it into 0.0
+
+
+def any_rank_has_gradient(parameter, total):
+    if parameter in parameter.group.collected:
+        return True  # this rank has one, so the host need not wait for the sum
+    elements = total[parameter.slice].real  # a complex number has no sign bit
+    return not ((elements == 0) & elements.signbit()).all()
+
+
 # After a backward in no_sync(), .grad is NaN, so that zero_grad() has something to clear.
 
 
@@ -1019,13 +1045,8 @@ def drop_zeroed_gradients(schedule):
             )
         else:
             parameter.group.collected.remove(parameter)
-            parameter.view(parameter.group.gradients).fill_(NO_GRADIENT)
+            parameter.view(parameter.group.gradients).zero_()
     schedule.marks = []
-
-
-def check_is_no_copy(memo):
-    """copy.deepcopy(module) calls this."""
-    raise RuntimeError("a sharded model cannot be copied; copy it before fully_shard")
 
 
 # --------------------------------------------------------------------------------------------------

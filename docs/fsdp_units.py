@@ -52,7 +52,7 @@ def record_moves(groups, step):
         does_nothing = {
             "start_unshard": group.is_gathered,
             "reshard": not group.is_gathered,
-            "finish_reduce": group.reducing is None,
+            "finish_reduce": group.reduce_handle is None,
         }
         if does_nothing.get(name):
             return

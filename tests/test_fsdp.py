@@ -596,6 +596,17 @@ def test_gradients_are_added_in_the_reduce_dtype_and_integers_keep_theirs(
         assert layer.weight.grad.item() == mean
 
 
+@pool.on(2)
+def test_a_gradient_of_one_rank_that_rounds_to_minus_zero_is_no_missing_gradient():
+    """In fp16, -1e-10 is -0.0, and ranks send -0.0 if they have no gradient."""
+    policy = fsdp.MixedPrecisionPolicy(reduce_dtype=torch.half)
+    layer = fully_shard(Biased(64, 1), mp_policy=policy)
+    y = layer(torch.ones(1, 64))
+    y.backward(torch.full_like(y, -1e-10))
+    if layer.bias.numel():  # on rank 1, which does not use it
+        assert layer.bias.grad.item() == 0
+
+
 class DtypesSent(TorchDispatchMode):
     """`seen`: (collective, dtype, whether a NaN is sent)."""
 
