@@ -45,6 +45,10 @@ set_up() {
     python=$PWD/.venv/bin/python
 }
 
+count_cores() {
+    "$python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())'
+}
+
 if [ "${1-}" = learn ]; then
     set_up
     PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
@@ -60,6 +64,8 @@ if [ "${1-}" = tests ]; then
         shift
         exec "$python" tests/peers/table.py "$@"
     fi
+    # One process of the whole suite leaves a part of two cores idle.
+    [ $# -eq 0 ] && [ "$(count_cores)" -ge 2 ] && set -- --two-processes
     CALLED_FROM=$called_from exec "$python" -m pytest "$@"
 fi
 
@@ -93,7 +99,7 @@ done
 set_up
 
 # Share the cores among the ranks. Without OMP_NUM_THREADS torchrun sets it to 1 and warns.
-cores=$("$python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
+cores=$(count_cores)
 logs=$(mktemp -d) || exit 1
 trap 'rm -rf -- "$logs"' EXIT
 failed=0

@@ -7,6 +7,7 @@ from pathlib import Path
 import environment  # before torch: it hides the GPUs, unless they are asked for
 import hypothesis
 import pool
+import processes
 import pytest
 import torch
 from claims import KINDS, causes, registry, verdicts
@@ -35,6 +36,7 @@ def _workers(request):
 def pytest_addoption(parser):
     parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="where tests run")
     parser.addoption("--json", metavar="FILE", help="write the verdicts of the claims to FILE")
+    processes.add_options(parser)
     for name, kind in KINDS.items():
         parser.addoption(
             f"--{name}",
@@ -75,6 +77,10 @@ def pytest_configure(config):
         config.option.tbstyle = "no"  # the table says why
         config.option.reportchars = ""
         pool.HANGS_AFTER = 12.0  # and with a restart of the workers at most 15
+    elif sharing := processes.plugin_for(config):
+        if config.getoption("--json"):
+            raise pytest.UsageError("--json needs the verdicts of one process")
+        config.pluginmanager.register(sharing)
 
 
 def pytest_ignore_collect(collection_path, config):
