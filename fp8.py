@@ -256,11 +256,17 @@ def convert(model, recipe="tensorwise", filter=None):
     return model
 
 
-class Float8Product(torch.autograd.Function):
-    """x Wᵀ, in 8 bits. Backward multiplies in 8 bits, too.
+# After parallelize() of section 4: the dimension that is split over ranks, of x, of W and of dy.
+SPLITS = {
+    None: (None, None, None),
+    "shard": (None, 0, None),  # as FSDP: ranks have other x, and gather W
+    "column": (None, 0, 1),  # ranks have the same x, and compute other columns of y
+    "row": (1, 1, None),  # ranks have other columns of x, and add up y
+}
 
-    SPLITS, in section 4, says which dimension of x, of W and of dy is split over ranks.
-    """
+
+class Float8Product(torch.autograd.Function):
+    """x Wᵀ, in 8 bits. Backward multiplies in 8 bits, too."""
 
     @staticmethod
     def forward(ctx, x, weight, layer, dtype):
@@ -319,14 +325,6 @@ def quantize_transposed(x, block, dtype, split, process_group):
 
 # --------------------------------------------------------------------------------------------------
 # 4. Ranks: who has which part of W, and what travels in 8 bits.
-
-
-SPLITS = {  # the dimension that is split over ranks, of x, of W and of dy
-    None: (None, None, None),
-    "shard": (None, 0, None),  # as FSDP: ranks have other x, and gather W
-    "column": (None, 0, 1),  # ranks have the same x, and compute other columns of y
-    "row": (1, 1, None),  # ranks have other columns of x, and add up y
-}
 
 
 def parallelize(layer, split, process_group=None):

@@ -443,16 +443,7 @@ def main():
 
     def step(inputs, targets):
         optimizer.zero_grad()
-        if demo.args.idea:
-            hidden = model[:-1](demo.part(inputs)).flatten(0, 1)
-            own = demo.part(targets).flatten()
-            total = NaiveLinearCrossEntropy.apply(hidden, model[-1].weight, own, 64)
-            loss = total / targets.numel()
-        else:
-            hidden = model[:-1](inputs)
-            options = {"vocab_size": V, "chunk_size": 64}
-            weight = model[-1].weight
-            loss = vocab_parallel_linear_cross_entropy(hidden, weight, targets, **options)
+        loss = loss_of(demo, model, V, inputs, targets)
         loss.backward()
         for parameter in summed:
             dist.all_reduce(parameter.grad)
@@ -474,6 +465,17 @@ def main():
     if demo.rank == 0:
         show_large_vocabulary(demo)
     return status
+
+
+def loss_of(demo, model, V, inputs, targets):
+    """With --idea, the loss of this rank's part of the batch, and otherwise of the whole batch."""
+    weight = model[-1].weight
+    if demo.args.idea:
+        hidden = model[:-1](demo.part(inputs)).flatten(0, 1)
+        own = demo.part(targets).flatten()
+        return NaiveLinearCrossEntropy.apply(hidden, weight, own, 64) / targets.numel()
+    options = {"vocab_size": V, "chunk_size": 64}
+    return vocab_parallel_linear_cross_entropy(model[:-1](inputs), weight, targets, **options)
 
 
 def split_head(head, demo):

@@ -62,8 +62,8 @@ between. h is the hidden size, K the number of key heads and d their size, k the
     pp           mTh/t to each neighbour stage
     FSDP         2Ψ(F-1)/F, and with R replicas 2Ψ/F · (R-1)/R; the same for experts
 
-Read section 1 for the model (17 minutes), to the end of section 3 for the technique (42), and the
-rest to save and to load (52). It takes another 20 if you do not know the files that it combines.
+Read section 1 for the model (17 minutes), to section 3 for the technique (42), and the rest for
+Muon, to save and to load (52). It takes another 20 if you do not know the files that it combines.
 
 Run:      torchrun --nproc-per-node 8 parallel_5d.py [--model llama-tiny] [--pp 2 --cp 2 --tp 2]
 Papers:   Liang et al. 2024, TorchTitan, arXiv 2410.06511; Liu et al. 2025, MoE Parallel Folding,
@@ -117,57 +117,32 @@ IGNORE = -100  # the target of a masked token
 
 
 class Config(NamedTuple):
-    layers: int
-    hidden: int
-    heads: int  # of queries
-    kv_heads: int  # of keys and values
-    ffn: int  # hidden size of the MLP, or of an expert
-    vocab: int
-    experts: int  # 0: all MLPs are dense
-    top_k: int  # experts per token
-    dense_layers: int  # the first blocks, which have a dense MLP
-    theta: float  # of the rotary embedding
-    eps: float  # of the norms
+    layers: int = 4
+    hidden: int = 64
+    heads: int = 8  # of queries
+    kv_heads: int = 4  # of keys and values
+    ffn: int = 128  # hidden size of the MLP, or of an expert
+    vocab: int = 256
+    experts: int = 0  # 0: all MLPs are dense
+    top_k: int = 0  # experts per token
+    dense_layers: int = 0  # the first blocks, which have a dense MLP although there are experts
+    theta: float = 10_000.0  # of the rotary embedding
+    eps: float = 1e-5  # of the norms
 
 
 MODELS = {
-    "llama-tiny": Config(
-        layers=4,
-        hidden=64,
-        heads=8,
-        kv_heads=4,
-        ffn=128,
-        vocab=256,
-        experts=0,
-        top_k=0,
-        dense_layers=4,
-        theta=10_000.0,
-        eps=1e-5,
-    ),
+    "llama-tiny": Config(),
     "mixtral-tiny": Config(
-        layers=4,
-        hidden=64,
-        heads=8,
-        kv_heads=4,
         ffn=96,
-        vocab=256,
         experts=8,
         top_k=2,
-        dense_layers=0,
         theta=1e6,
-        eps=1e-5,
     ),
     "deepseek-tiny": Config(
-        layers=4,
-        hidden=64,
-        heads=8,
-        kv_heads=4,
         ffn=96,
-        vocab=256,
         experts=8,
         top_k=3,
         dense_layers=1,
-        theta=10_000.0,
         eps=1e-6,
     ),
 }
@@ -215,7 +190,12 @@ class Attention(nn.Module):
             y = each_document(attend, q, k, v, None, documents)
         else:  # the tokens of all tp ranks, because qkv has gathered the sequence over tp
             y = ring_attention(
-                q, k, v, causal=True, process_group=self.cp_group, documents=documents
+                q,
+                k,
+                v,
+                causal=True,
+                process_group=self.cp_group,
+                documents=documents,
             )
         return self.proj(y.movedim(2, 0).flatten(2))
 
@@ -454,31 +434,6 @@ class WithLoss(torch.autograd.Function):
         return grad, grad.new_ones(())
 
 
-def is_for_muon(name, args):
-    """Muon trains the matrices of the blocks, without routers. AdamW trains the rest."""
-    if getattr(args, "optimizer", None) != "muon" or ".gate." in name:
-        return False
-    return ".attention." in name or ".mlp." in name
-
-
-def muon_options(args):
-    return {
-        "lr": args.lr,
-        "adjust_lr_fn": "match_rms_adamw",
-    }
-
-
-def pieces_of_shard(trainer, name, start, tensor):
-    """Return what is in this rank's shard as checkpoint.Pieces of the plain model's tensor."""
-    pieces = []
-    for box in trainer.boxes[name]:
-        # The shard begins at element `start` of the slice, and the box at `first`.
-        pieces += checkpoint.flat_pieces(
-            tensor, box.shape, start - box.first, box.whole_shape, box.offset
-        )
-    return pieces
-
-
 class Trainer:
     """This rank's stages, their optimizer, and the step. `args` are the command line's flags."""
 
@@ -498,11 +453,8 @@ class Trainer:
         names = {name: p for stage in self.stages for name, p in stage.named_parameters()}
         self.parameters = list(names.values())  # shards
         self.whole = [p for name, p in names.items() if self.is_whole(name)]
-        others = [p for name, p in names.items() if not is_for_muon(name, args)]
-        self.optimizer = torch.optim.AdamW(others, lr=args.lr)
-        self.optimizers = [self.optimizer]
-        if len(others) < len(names):
-            self.optimizers.append(self.make_muon())
+        self.optimizers = self.make_optimizers(names)  # AdamW, and with --optimizer muon Muon
+        self.optimizer = self.optimizers[0]
         self.pipeline = pipeline.Pipeline(
             self.stages,
             args.schedule,
@@ -537,23 +489,6 @@ class Trainer:
             "mp_policy": fsdp.MixedPrecisionPolicy(self.dtype, self.sum_dtype),
             "gradient_divide_factor": 1.0,  # the loss is divided already, so gradients are added up
         }
-
-    def make_muon(self):
-        """The owner of a matrix gathers it over the ranks of the stage, whatever split it."""
-        shapes = {}
-        boxes = {}
-        shards = [fsdp.shards(stage, self.optimizer) for stage in self.stages]
-        for name, _, start, shard, _ in itertools.chain(*shards):
-            if is_for_muon(name, self.args):
-                pieces = pieces_of_shard(self, name, start, shard.detach())
-                first = self.boxes[name][0]
-                shapes[shard] = first.whole_shape
-                boxes[shard] = [(piece.tensor.shape, piece.offset) for piece in pieces]
-        options = muon_options(self.args)
-        options["process_group"] = self.grid.stage_group
-        optimizer = muon.ShardedMuon(shapes, shapes, boxes=boxes, **options)
-        optimizer.state = self.optimizer.state  # one for both, as checkpoints want it
-        return optimizer
 
     def is_whole(self, name):
         """Whether all tp ranks have this parameter, and use it for their parts of the sequence."""
@@ -601,27 +536,6 @@ class Trainer:
             )
         return output.sum() * self.token_weight
 
-    def fuse_loss(self, micro_batches):
-        """Let the head compute the loss, because FSDP gathers its weight in its forward only."""
-        targets = iter(micro_batches)
-
-        def loss_of(x, weight):
-            return vocab_parallel_linear_cross_entropy(
-                x,
-                weight,
-                next(targets).T,
-                reduction="none",
-                ignore_index=IGNORE,
-                vocab_size=self.config.vocab,
-                sequence_parallel=True,
-                process_group=self.grid.tp_group,
-            )
-
-        for stage in self.stages:
-            for layer in stage:
-                if isinstance(layer, Head):
-                    layer.loss_of = loss_of
-
     @torch.no_grad()
     def reduce_whole(self):
         """Add up the gradients of norms and routers over tp: each rank has a part of the tokens."""
@@ -654,9 +568,92 @@ class Trainer:
         dist.all_reduce(total)
         return total.item()
 
+    # The library's part. Section 4 has the functions.
+
+    def make_optimizers(self, named_parameters):
+        return make_optimizers(self, named_parameters)
+
+    def fuse_loss(self, targets_of_micro_batches):
+        fuse_loss(self, targets_of_micro_batches)
+
 
 # --------------------------------------------------------------------------------------------------
-# 4. Checkpoints, with the plain model's names and shapes, and transformers' names.
+# 4. The library: the fused loss; Muon; checkpoints, with the plain model's names and shapes; the
+#    names of transformers.
+
+
+def fuse_loss(trainer, targets_of_micro_batches):
+    """Let the head compute the loss, because FSDP gathers its weight in its forward only."""
+    targets = iter(targets_of_micro_batches)
+
+    def loss_of(x, weight):
+        return vocab_parallel_linear_cross_entropy(
+            x,
+            weight,
+            next(targets).T,
+            reduction="none",
+            ignore_index=IGNORE,
+            vocab_size=trainer.config.vocab,
+            sequence_parallel=True,
+            process_group=trainer.grid.tp_group,
+        )
+
+    for stage in trainer.stages:
+        for layer in stage:
+            if isinstance(layer, Head):
+                layer.loss_of = loss_of
+
+
+def is_for_muon(name, args):
+    """Muon trains the matrices of the blocks, without routers. AdamW trains the rest."""
+    if getattr(args, "optimizer", None) != "muon" or ".gate." in name:
+        return False
+    return ".attention." in name or ".mlp." in name
+
+
+def muon_options(args):
+    return {
+        "lr": args.lr,
+        "adjust_lr_fn": "match_rms_adamw",
+    }
+
+
+def make_optimizers(trainer, named_parameters):
+    args = trainer.args
+    others = [p for name, p in named_parameters.items() if not is_for_muon(name, args)]
+    optimizer = torch.optim.AdamW(others, lr=args.lr)
+    if len(others) == len(named_parameters):
+        return [optimizer]
+    return [optimizer, make_muon(trainer, optimizer)]
+
+
+def make_muon(trainer, adamw):
+    """The owner of a matrix gathers it over the ranks of the stage, whatever split it."""
+    shapes = {}
+    boxes = {}
+    shards = [fsdp.shards(stage, adamw) for stage in trainer.stages]
+    for name, _, start, shard, _ in itertools.chain(*shards):
+        if is_for_muon(name, trainer.args):
+            pieces = pieces_of_shard(trainer, name, start, shard.detach())
+            first = trainer.boxes[name][0]
+            shapes[shard] = first.whole_shape
+            boxes[shard] = [(piece.tensor.shape, piece.offset) for piece in pieces]
+    options = muon_options(trainer.args)
+    options["process_group"] = trainer.grid.stage_group
+    optimizer = muon.ShardedMuon(shapes, shapes, boxes=boxes, **options)
+    optimizer.state = adamw.state  # one for both, as checkpoints want it
+    return optimizer
+
+
+def pieces_of_shard(trainer, name, start, tensor):
+    """Return what is in this rank's shard as checkpoint.Pieces of the plain model's tensor."""
+    pieces = []
+    for box in trainer.boxes[name]:
+        # The shard begins at element `start` of the slice, and the box at `first`.
+        pieces += checkpoint.flat_pieces(
+            tensor, box.shape, start - box.first, box.whole_shape, box.offset
+        )
+    return pieces
 
 
 def pieces_of(trainer):
@@ -678,8 +675,19 @@ def pieces_of(trainer):
 
 
 # The arguments that decide what one device computes. Another grid computes the same.
-FIXED = ("model", "seed", "batch_size", "microbatches", "sequence_length")
-FIXED += ("packed", "lr", "clip_grad", "aux_weight", "data_checksum", "optimizer")
+FIXED = [
+    "model",
+    "seed",
+    "batch_size",
+    "microbatches",
+    "sequence_length",
+    "packed",
+    "lr",
+    "clip_grad",
+    "aux_weight",
+    "data_checksum",
+    "optimizer",
+]
 
 
 def save(trainer, directory, background=False):
