@@ -174,8 +174,8 @@ class Zero3Unit(nn.Module):
 # --------------------------------------------------------------------------------------------------
 # 2. ZeRO-1: the optimizer holds this rank's shard of the parameters, in buckets.
 #
-# One collective for each parameter would be slow. So parameters of one kind lie in a flat tensor, a
-# bucket, which is cut into N equal shards. This is a bucket of weight = ■■■ and bias = □:
+# One collective for each parameter would be slow. So parameters of one dtype lie in a flat tensor,
+# a bucket, which is cut into N equal shards. This is a bucket of weight = ■■■ and bias = □:
 #
 #             rank 0            rank 1
 #     flat    ■■■□              ■■■□                the parameters are views of it
@@ -218,7 +218,7 @@ class Slot:
         self.start = parameter.storage_offset()  # in `flat`: weight 0, bias 3
         first = self.start - bucket.shard.storage_offset()  # in the shard: weight -2, bias 1
         end = first + parameter.numel()
-        # weight 0 to 1, bias 1 to 2. An end beyond the shard's is the shard's.
+        # weight 0 to 1, bias 1 to 2. Indexing stops at the shard's end, if `end` is beyond it.
         self.in_shard = slice(max(0, first), max(0, end))
         self.shard = bucket.master[self.in_shard]  # this rank's elements, if any: ■ and □
         self.is_reduced = False  # whether this rank's gradient is in bucket.grad already
@@ -229,7 +229,7 @@ class Slot:
 
 
 class Bucket:
-    """Parameters of one kind. The picture above has its attributes."""
+    """Parameters in a flat tensor. The picture above has its attributes."""
 
     def __init__(self, parameters, process_group, offload):
         self.parameters = parameters
@@ -313,7 +313,7 @@ class Zero1(torch.optim.Optimizer):
         super().__init__(module.parameters() if params is None else params, dummy.defaults)
         self.module = module
         self.process_group = process_group
-        # Parameters of one kind, up to bucket_cap_mb. The last ones come first, as in backward.
+        # The parameters of each bucket. The last ones come first, as in backward.
         lists = self._bucket_lists(bucket_cap_mb * 2**20)
         check_arguments(self, type(dummy), lists)
         self._broadcast()  # rank 0's parameters and buffers
@@ -323,7 +323,7 @@ class Zero1(torch.optim.Optimizer):
         self._inner = self._over_shards(optimizer_class, optimizer_kwargs)
 
     def _kind(self, parameter):
-        """Return what is alike for all parameters in a bucket."""
+        """Return what all parameters in a bucket have in common."""
         return parameter.dtype, parameter.requires_grad
 
     def step(self, closure=None):
@@ -622,8 +622,9 @@ class Zero3(Zero2):
             return
         past = [b for b in self._buckets if not (b.is_freed or b in needed)]
         to_reduce = [bucket for bucket in past if bucket in self._to_reduce]
-        # If no gradient has arrived, a checkpoint around several units has only run them forward
-        # again. If one has, all are reduced: other ranks may have gradients in other buckets.
+        # Outside of backward there is nothing to reduce. In it, if no gradient has arrived, a
+        # checkpoint around several units has only run them forward again. If one has, all are
+        # reduced, because other ranks may have gradients in other buckets.
         if any(self._arrived.intersection(bucket.parameters) for bucket in to_reduce):
             for bucket in to_reduce:
                 self._to_reduce.remove(bucket)
