@@ -39,7 +39,7 @@ send m·bsh less.
 
 The last two are for m ≥ p, and zero_bubble's for equally long F, I and W.
 
-Read section 1 for the idea (12 minutes), to section 5 for the technique (58), and the rest to use
+Read section 1 for the idea (12 minutes), to section 4 for the technique (58), and the rest to use
 it as a library (78).
 
 Run:      torchrun --nproc-per-node 2 pipeline.py --schedule zero_bubble
@@ -84,37 +84,37 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # --------------------------------------------------------------------------------------------------
-# 1. The idea: GPipe, with transfers that wait. All micro-batches go forward, then all go back.
+# 1. The idea: GPipe. All micro-batches go forward, then all go back. Each transfer waits.
 
 
-def send(tensor, peer, group):
-    device = device_to_send_from(tensor.device, group)  # see section 3; the host's, for gloo
-    start_transfer(dist.isend, tensor.to(device), peer, group).wait()  # see section 3
+def start_transfer(operation, tensor, peer, group):
+    single = dist.P2POp(operation, tensor, group=group, group_peer=peer)
+    return dist.batch_isend_irecv([single])[0]  # a bare isend makes NCCL connect the two again
 
 
 def receive(like, peer, group):
-    received = torch.empty_like(like, device=device_to_send_from(like.device, group))
+    received = torch.empty_like(like)
     start_transfer(dist.irecv, received, peer, group).wait()
-    return received.to(like.device)
+    return received
 
 
 def gpipe_step(stage, micro_batches, loss_fn, like, group=None):
-    """micro_batches: (input, target), all of one size. Inputs of later stages are like `like`."""
+    """Stages pass on tensors like `like`, which is on the device that the backend sends from."""
     rank = dist.get_rank(group)
     last = dist.get_world_size(group) - 1
     saved = []  # (input, output) of each micro-batch
     for inputs, target in micro_batches:
-        x = receive(like, rank - 1, group).requires_grad_() if rank > 0 else inputs
-        y = stage(x).contiguous()
+        x = receive(like, rank - 1, group).to(target.device) if rank > 0 else inputs.detach()
+        y = stage(x.requires_grad_(rank > 0)).contiguous()
         if rank < last:
-            send(y, rank + 1, group)
+            start_transfer(dist.isend, y.detach().to(like), rank + 1, group).wait()
         else:
             y = loss_fn(y, target) / len(micro_batches)
         saved.append((x, y))
     for x, y in saved:
-        y.backward(receive(y, rank + 1, group) if rank < last else None)
+        y.backward(receive(like, rank + 1, group).to(y) if rank < last else None)
         if rank > 0:
-            send(x.grad, rank - 1, group)
+            start_transfer(dist.isend, x.grad.to(like), rank - 1, group).wait()
     return torch.stack([y.detach() for _, y in saved]).sum() if rank == last else None
 
 
@@ -135,32 +135,16 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
 
-def parse(cells):
-    """Return a rank's actions: [Action(0, "F", 4), Action(7, "B", 0)] for ["0F4", None, "7B0"].
-
-    Communication is left out. "(0F4;7B0)OVERLAP_F_B" becomes two actions.
-    """
-    text = " ".join(map(str, cells))
-    found = re.findall(r"\b(\d+)([FBIW])(\d+)\b", text)
-    return [Action(int(stage), kind, int(i)) for stage, kind, i in found]
-
-
-def in_turns(stages, rounds, first_turn):
-    """Return a rank's actions. In a turn, it runs one of each kind: F and B, or F, I and W.
-
-    Write the turns as the rows of a table, with a column for each kind. A column has all actions of
-    its kind, and begins in row first_turn[kind]. The rows are read from left to right.
-    """
-    columns = []
-    for kind, first in first_turn.items():
-        column = [None] * first
-        in_order = stages if kind == "F" else stages[::-1]
-        for micro_batches in rounds:
-            for stage in in_order:
-                column += [Action(stage, kind, i) for i in micro_batches.tolist()]
-        columns.append(column)
-    turns = itertools.zip_longest(*columns)
-    return [action for turn in turns for action in turn if action]
+# build_schedule() makes a table for each rank, with a row for each kind of action. The rank runs it
+# column by column, from top to bottom. This is the table of rank 0 for interleaved_1f1b with p = 3,
+# v = 2 and m = 6. The rank has stages 0 and 3.
+#
+# column  0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18
+#   F     0F0 0F1 0F2 3F0 3F1 3F2 0F3 0F4 0F5 3F3 3F4 3F5
+#   B                                 3B0 3B1 3B2 0B0 0B1 0B2 3B3 3B4 3B5 0B3 0B4 0B5
+#
+# Rounds have p micro-batches: here 0 1 2 and 3 4 5. All stages of the rank run a round before the
+# next round begins.
 
 
 def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
@@ -168,26 +152,27 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
     p, m, v = num_ranks, num_microbatches, stages_per_rank
     if name not in SCHEDULES or min(p, m, v) < 1:
         raise ValueError(f"build_schedule{name, p, m, v}: name one of {SCHEDULES}, numbers > 0")
-    # A round is p micro-batches, or more if p does not divide m. A rank runs a round on all of its
-    # stages before the next round. After p forwards of its first stage, micro-batch 0 has come back
-    # to the rank, for its second stage. If v = 1, rounds change nothing.
-    rounds = torch.arange(m).tensor_split(max(1, m // p))
-    # A rank runs forwards until its first backward can run: first the forwards of the first round
-    # on all of its stages but the last, and then, on the last, one forward for each later rank that
-    # micro-batch 0 visits. Interleaved schedules run two, so that a message may take a turn.
-    before_last_stage = (v - 1) * len(rounds[0])
+    rounds = torch.arange(m).tensor_split(max(1, m // p))  # longer if p does not divide m
+    # Before its last stage, a rank runs the first round on the others. On the last stage it runs
+    # forwards until micro-batch 0 is back: one for each later rank, or two in interleaved
+    # schedules, so that a message may take as long as an action.
+    on_other_stages = (v - 1) * len(rounds[0])
     per_later_rank = 2 if name == "interleaved_1f1b" else 1
     schedule = []
     for rank in range(p):
-        first_backward = before_last_stage + per_later_rank * (p - 1 - rank)
+        first_backward = on_other_stages + per_later_rank * (p - 1 - rank)  # above 3 + 2 * 2
         if name == "gpipe":
             first_backward = m * v
-        first_turn = {"F": 0, "B": first_backward}
+        first_column = {"F": 0, "B": first_backward}
         if name == "zero_bubble":
-            # W begins in the same turn on all ranks. So each rank keeps p micro-batches, as rank 0
-            # of 1F1B does. On the last rank, W is furthest behind I, because all others wait for I.
-            first_turn = {"F": 0, "I": first_backward, "W": before_last_stage + p - 1}
-        actions = in_turns(range(rank, p * v, p), rounds, first_turn)
+            # W begins in the same column on all ranks. So each keeps p micro-batches, as rank 0 of
+            # 1F1B does. On the last rank, W is furthest behind I, because all others wait for I.
+            first_column = {"F": 0, "I": first_backward, "W": on_other_stages + p - 1}
+        rows = []
+        for kind, first in first_column.items():
+            rows.append([None] * first + make_row(kind, range(rank, p * v, p), rounds))
+        columns = itertools.zip_longest(*rows)
+        actions = [action for column in columns for action in column if action]
         if name == "naive":
             # stable: all actions of micro-batch 0, in their order, then those of 1
             actions.sort(key=lambda action: action.micro_batch)
@@ -195,97 +180,24 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
     return schedule
 
 
-# The key of a message is the action that takes it. I takes what B would take, so the key has B.
-
-
-def input_of(action):
-    """Return the key of the message that an action takes. For W, no message has that key."""
-    return action._replace(kind="B") if action.kind == "I" else action
-
-
-def output_of(action):
-    """Return the key of the message that an action gives.
-
-    Stage -1 is the caller of step(), who takes the gradients of the inputs.
-    """
-    stage, kind, i = action
-    if kind == "F":
-        return Action(stage + 1, "F", i)
-    if kind == "W":
-        return Action(None, "B", i)  # no stage takes it
-    return Action(stage - 1, "B", i)
-
-
-COST = {"F": 1, "B": 2, "I": 1, "W": 1}  # time, in forwards
-
-
-def end_times(schedule, cost):
-    """Return {action: when it ends}, if each starts as soon as it can. Transfers take no time."""
-    giver = {output_of(action): action for action in itertools.chain(*schedule)}  # of each message
-    before = {}  # action -> its rank's previous action, and the giver of its message
-    for actions in schedule:
-        for previous, action in itertools.pairwise([None, *actions]):
-            both = [previous, giver.get(input_of(action))]  # or None
-            before[action] = [each for each in both if each]
-    ends = {}
-    try:
-        for action in graphlib.TopologicalSorter(before).static_order():
-            start = max((ends[each] for each in before[action]), default=0)
-            ends[action] = start + cost[action.kind]
-    except graphlib.CycleError as error:
-        raise ValueError(f"the schedule deadlocks: {error}") from None
-    return ends
+def make_row(kind, stages, rounds):
+    row = []
+    for micro_batches in rounds:
+        for stage in stages if kind == "F" else stages[::-1]:
+            row += [Action(stage, kind, i) for i in micro_batches.tolist()]
+    return row
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. Messages. A message is {index: tensor}. F takes the arguments of its stage. B and I take the
-#    gradients of its outputs. In section 4, the sender copies the tensors with detached(), tells
-#    the receiver their shapes with metadata_of(), and calls start_all(). The receiver calls
-#    allocate() and start_all().
+# 3. The pipeline, which runs F and B in the order of any schedule. Its methods come in the order in
+#    which they run.
 
 
-def start_transfer(operation, tensor, peer, group):
-    """Start dist.isend or dist.irecv. Return the work to wait for."""
-    # Over NCCL, a bare isend would create a communicator for the two ranks.
-    single = dist.P2POp(operation, tensor.detach(), group=group, group_peer=peer)
-    return dist.batch_isend_irecv([single])[0]
-
-
-def start_all(operation, message, peer, group):
-    """Start to send or to receive dense tensors. Return the message, and works to wait for."""
-    # Transfers want contiguous tensors. The memory of a dense tensor is one, as a vector.
-    flat = [tensor.as_strided([tensor.numel()], [1]) for tensor in message.values()]
-    return message, [start_transfer(operation, tensor, peer, group) for tensor in flat]
-
-
-def wait_for(sends, at_most=0):
-    """Wait for the oldest of the `sends` until at most `at_most` are left."""
-    while len(sends) > at_most:
-        _, works = sends.popleft()
-        for work in works:
-            work.wait()
-
-
-def device_to_send_from(device, group):
-    """Gloo sends from the host's memory, NCCL from the GPU's.
-
-    dist.get_backend_config() names the backend for each type of device. dist.get_backend() is
-    "undefined" after init_process_group() without a backend.
-    """
-    is_gloo = f"{device.type}:gloo" in dist.get_backend_config(group)
-    return torch.device("cpu") if is_gloo else device
-
-
-def device_of(stages, group):
-    """Return the device of this rank's parameters.
-
-    All ranks must send over the same backend. So a rank without parameters takes the type of device
-    of the others: max() finds it, because "" < "cpu" < "cuda".
-    """
-    device = next((parameter.device for parameter in stages.parameters()), None)
-    types = [None] * dist.get_world_size(group)
-    dist.all_gather_object(types, device.type if device else "", group=group)
-    return device or torch.device(max(types) or "cpu")
+def as_tensors(value):
+    """Return what a stage takes or gives, a tensor or a tuple of tensors, as a tuple."""
+    tensors = value if isinstance(value, tuple) else (value,)
+    check_tensors(tensors)
+    return tensors
 
 
 def detached(tensor, device, copy=False):
@@ -294,106 +206,35 @@ def detached(tensor, device, copy=False):
     return moved.requires_grad_(tensor.requires_grad)
 
 
-def allocate(metadata, device):
-    options = metadata.items()
-    return {index: torch.empty_strided(**each, device=device) for index, each in options}
+# A message is {index: tensor}. F takes the inputs of its stage, and B the gradients of its outputs.
+# A message has the name of the action that takes it: 1F0 gives 2F0, and 1B0 gives 0B0. I takes and
+# gives what B would. W takes and gives nothing.
 
 
-def metadata_of(key, copies, known, source, group):
-    """Return how to allocate the tensors of a message: {index: arguments of empty_strided()}.
-
-    The source broadcasts this in the first step, and `known` keeps it for later steps. All ranks
-    call this for each transfer, in one order. So they can all join the broadcast.
-    """
-    metadata = {
-        index: {
-            "size": copied.shape,
-            "stride": copied.stride(),  # with others, kernels may round differently
-            "dtype": copied.dtype,
-            "requires_grad": copied.requires_grad,  # so has the receiver's tensor
-        }
-        for index, copied in copies.items()
-    }
-    mode_and_key = torch.is_grad_enabled(), key
-    if mode_and_key not in known:
-        shared = [metadata]
-        dist.broadcast_object_list(shared, group_src=source, group=group)
-        known[mode_and_key] = shared[0]
-    if dist.get_rank(group) == source:
-        check_metadata(key, metadata, known[mode_and_key])
-    return known[mode_and_key]
+def taken_by(action):
+    """Return the name of the message that an action takes."""
+    return action._replace(kind="B") if action.kind == "I" else action
 
 
-USED = -1  # the index, in a message of gradients, of flags: which of the inputs were used
+def given_by(action):
+    """Return the name of the message that an action gives."""
+    stage, kind, i = action
+    if kind == "F":
+        return Action(stage + 1, "F", i)
+    if kind == "W":
+        return Action(None, "W", i)  # no stage has this name
+    return Action(stage - 1, "B", i)
 
 
-def gradients_of(inputs):
-    """Return the message of a backward: the gradients of the stage's inputs.
-
-    A stage may use an input for some micro-batches only, but the receiver has to know what comes.
-    So if several inputs need gradients, all are in the message, with zeros for those not used, and
-    with flags.
-    """
-    needed = {index: x for index, x in inputs.items() if x.requires_grad}
-    used = {index: x.grad for index, x in needed.items() if x.grad is not None}
-    if len(needed) < 2:
-        return used
-    zeros = {index: torch.zeros_like(x) for index, x in needed.items()}
-    return zeros | used | {USED: torch.tensor([index in used for index in needed])}
-
-
-def without_unused(message):
-    """Return a message without the gradients of inputs that were not used."""
-    if USED not in message:
-        return message
-    flags = message.pop(USED).tolist()  # on a GPU, the host waits for it
-    pairs = zip(message.items(), flags, strict=True)
-    return {index: gradient for (index, gradient), is_used in pairs if is_used}
-
-
-def as_tensors(value):
-    tensors = value if isinstance(value, tuple) else (value,)
-    for each in tensors:
-        if not torch.is_tensor(each):
-            raise ValueError(
-                f"inputs, targets and outputs are tensors or tuples of them, not {type(each)}"
-            )
-    return tensors
-
-
-def split_batch(name, batch, number):
-    """Return a tuple of tensors for each micro-batch."""
-    tensors = as_tensors(batch)
-    check_batch(name, tensors, number)
-    chunks = [tensor.chunk(number) for tensor in tensors]
-    return list(zip(*chunks, strict=True))
-
-
-# --------------------------------------------------------------------------------------------------
-# 4. The pipeline, which runs any schedule.
-
-
-class Pipeline(nn.Module):
+class BasicPipeline(nn.Module):
     """Runs this rank's stages in the order of a schedule.
 
     stages: a module, or the list of this rank's modules in stage order. One returns a tensor, or a
         tuple of tensors, the arguments of the next stage.
     schedule: a name for build_schedule, or a list of actions for each rank.
     num_microbatches: torch.chunk splits the batch along dimension 0.
-    loss_fn(output, target): the mean loss of a micro-batch, or a sum for num_items.
-    backward_context(stage, is_last): the context of a backward of `stage`, one of the modules.
-        is_last: it is the stage's last backward in the step. If stages are FSDP units, give
-        `lambda stage, is_last: nullcontext() if is_last else fsdp.no_sync(stage)`.
-
-    If micro-batches have unequal numbers of unmasked tokens, the mean of their means is wrong. So
-    let loss_fn return a sum, and give the number of unmasked tokens in the batch as num_items. The
-    loss is the sum of all micro-batches divided by num_items:
-
-        pipeline = Pipeline(stage, "1f1b", 4, partial(F.cross_entropy, reduction="sum"))
-        loss = pipeline.step(inputs, targets, num_items=(targets != -100).sum())
-
-    With data parallelism, count the tokens of all ranks. If they average gradients instead of
-    adding them up, divide this count by the number of ranks.
+    loss_fn(output, target): the mean loss of a micro-batch, or a sum for num_items (section 5).
+    backward_context(stage, is_last): the context of each backward (section 5).
     """
 
     def __init__(
@@ -407,37 +248,20 @@ class Pipeline(nn.Module):
         self.backward_context = backward_context
         self._group = process_group
         self._rank = dist.get_rank(process_group)
-        self._read_schedule(schedule, stages)
-        # stage -> micro-batch of its last backward. The keys are this rank's stages.
-        self._last_backward = {s: i for s, kind, i in self._own if kind in "BI"}
-        numbers = map(str, sorted(self._last_backward))
-        self.stages = nn.ModuleDict(zip(numbers, stages, strict=True))
-        self._weights = set(self.parameters())  # W computes gradients of these only
-        self._sends = collections.deque()  # (message, works)
-        self._metadata = {}  # for metadata_of()
-        self.device = device_of(stages, process_group)
-        self._send_device = device_to_send_from(self.device, process_group)
-        # All ranks must join the first call to an NCCL group. A transfer has only two.
-        dist.all_reduce(torch.zeros(1, device=self._send_device), group=process_group)
-
-    def _read_schedule(self, schedule, stages):
-        """Set who runs which actions, and in which order."""
-        m = self.num_microbatches
-        is_name = isinstance(schedule, str)
-        facts = [schedule, m, len(stages) if is_name else "any"]
-        check_same_on_all_ranks("schedule, micro-batches and stages", facts, self._group)
-        if is_name:
-            schedule = build_schedule(schedule, dist.get_world_size(self._group), m, len(stages))
-        self.schedule = list(map(parse, schedule))
-        check_schedule(self.schedule)
-        check_stages(self.schedule, m, stages, self._group)
-        self._own = self.schedule[self._rank]  # this rank's actions
-        ends = end_times(self.schedule, COST)
-        self._order = sorted(ends, key=ends.get)  # all ranks' actions
+        # a list of each rank's actions, and one of all actions, sorted by the time when they end
+        self.schedule, self._order = self._read_schedule(schedule, stages)
         ranks = enumerate(self.schedule)
         self._rank_of = {action.stage: rank for rank, actions in ranks for action in actions}
         self._last_stage = max(self._rank_of)
-        self._rank_of[-1] = self._rank_of[0]  # the caller, who takes gradients of the inputs
+        self._own = self.schedule[self._rank]  # this rank's actions
+        numbers = sorted({action.stage for action in self._own})
+        self.stages = nn.ModuleDict(zip(map(str, numbers), stages, strict=True))
+        self._metadata = {}  # name of a message -> how to allocate its tensors
+        self._sends = collections.deque()  # (message, works to wait for)
+        # Gloo sends from the host's memory, NCCL from the GPU's.
+        self.device, self._send_device = self._find_devices()
+        # All ranks must join the first call to an NCCL group. A transfer has only two.
+        dist.all_reduce(torch.zeros(1, device=self._send_device), group=process_group)
 
     def step(self, inputs=None, targets=None, num_items=None):
         """Forward and backward of a batch. Under torch.no_grad() only the forward.
@@ -448,136 +272,177 @@ class Pipeline(nn.Module):
         """
         check_grad_mode(self._group, self._send_device)
         self._start(inputs, targets, num_items)
-        # Ranks must start their transfers in one order, or NCCL hangs. So each walks through the
-        # actions of all ranks, sorted by end_times(), and runs its own. At another rank's action,
-        # the receiver of the message starts to receive it. It waits in _take(), at the action that
-        # takes the message.
+        # Ranks must start their transfers in one order, or NCCL hangs. So each rank walks through
+        # the actions of all ranks, and runs its own. At another rank's action, the receiver of the
+        # message starts to receive it. It waits for it in _take(), before the action that takes it.
         for action in self._order:
             if action.kind != "F" and not torch.is_grad_enabled():
                 continue
-            key = output_of(action)
+            name = given_by(action)
             source = self._rank_of[action.stage]
-            destination = self._rank_of.get(key.stage)  # None if no stage takes it
+            destination = self._rank_of.get(name.stage)  # None if no stage takes it
             message = {}
             if source == self._rank:
-                taken = self._take(input_of(action))
-                message = self.run(action, taken)
-            if destination == source:  # both stages are on one rank
-                self._messages[key] = message, []
-            elif destination is not None:  # on all ranks, which join a broadcast in the first step
-                self._transfer(key, message, source, destination)
-        wait_for(self._sends)
-        self._backward_inputs(inputs)  # if they need gradients
+                message = self.run(action, self._take(taken_by(action)))
+                if destination == source:  # both stages are on this rank
+                    self._inbox[name] = message, []
+            if destination not in (source, None):
+                self._transfer(name, message, source, destination)
+        self._wait_for_sends(at_most=0)
+        self._backward_inputs(inputs)
         return torch.stack(self._losses).sum() if self._losses else None
 
     def _start(self, inputs, targets, num_items):
-        self._messages = {}  # key -> (message, works to wait for first)
-        self._saved = {}  # (stage, micro-batch) -> (inputs, outputs) of F, for B or I
-        self._left_to_w = {}  # (stage, micro-batch) -> what I leaves to W: see section 5
-        self._losses = []
+        self._inbox = {}  # name of a message -> (message, works to wait for until it is complete)
+        self._activations = {}  # (stage, micro-batch) -> (inputs, outputs) of F, for B
+        self._losses = []  # what each micro-batch adds to the loss
+        self._input_gradients = {}  # for section 5: micro-batch -> what B of stage 0 gives
+        self._num_backwards = collections.Counter()  # for section 5: stage -> how many have begun
         self._num_items = num_items
         m = self.num_microbatches
         if "0" in self.stages:
-            for i, tensors in enumerate(split_batch("inputs", inputs, m)):
-                self._messages[Action(0, "F", i)] = dict(enumerate(tensors)), []
+            inputs = as_tensors(inputs)
+            check_batch("inputs", inputs, m)
+            chunks = [tensor.chunk(m) for tensor in inputs]
+            for i, tensors in enumerate(zip(*chunks, strict=True)):
+                self._inbox[Action(0, "F", i)] = dict(enumerate(tensors)), []
         if str(self._last_stage) in self.stages:
-            self._targets = [target for (target,) in split_batch("targets", targets, m)]
+            check_batch("targets", [targets], m)
+            self._targets = targets.chunk(m)
 
-    def _take(self, key):
-        message, works = self._messages.pop(key, ({}, []))  # W takes no message
+    def _take(self, name):
+        """Wait for a message. Return it as leaves, at which the backward of a stage stops."""
+        message, works = self._inbox.pop(name, ({}, []))  # B of the last stage takes none
         for work in works:
             work.wait()
-        message = without_unused(message)
         return {index: detached(tensor, self.device) for index, tensor in message.items()}
 
     def run(self, action, message):
-        """Run an action on the message that it takes. Return the one that it gives."""
+        """Run an action on the message that it takes. Return the message that it gives."""
         stage, kind, i = action
         if kind == "F":
             return self._forward(stage, i, message)
-        if kind == "W":
-            backward_for_weights(self._left_to_w.pop((stage, i)))
-            return {}
         return self._backward(stage, i, message)
 
     def _forward(self, stage, i, inputs):
-        # Without I and W in the schedule, leave_weights_to_w(None, …) does nothing.
-        if torch.is_grad_enabled() and Action(stage, "I", i) in self._own:
-            self._left_to_w[stage, i] = []
-        with leave_weights_to_w(self._left_to_w.get((stage, i)), self._weights):
-            output = self.stages[str(stage)](*inputs.values())
-            if stage == self._last_stage:
-                output = self._share_of_loss(output, i)
-                self._losses.append(output.detach())
+        output = self.stages[str(stage)](*inputs.values())
+        if stage == self._last_stage:
+            loss = self.loss_fn(output, self._targets[i].to(self.device))
+            check_loss(loss)
+            output = self._share_of_loss(loss, i)
+            self._losses.append(output.detach())
         outputs = as_tensors(output)
         if torch.is_grad_enabled():
-            self._saved[stage, i] = inputs, outputs
+            self._activations[stage, i] = inputs, outputs
         return dict(enumerate(outputs))
 
-    def _share_of_loss(self, output, i):
-        """Return what micro-batch i adds to the loss: 1/m of its own, or its share of samples."""
-        target = self._targets[i]
-        loss = self.loss_fn(output, target.to(self.device))
-        check_loss(loss)
+    def _share_of_loss(self, loss, i):
+        """Return what micro-batch i adds to the loss: 1/m of its own, or less if it is smaller."""
         if self._num_items is not None:
             return loss / self._num_items
-        return loss * (len(target) / sum(map(len, self._targets)))
+        sizes = [len(target) for target in self._targets]
+        return loss * (sizes[i] / sum(sizes))
 
     def _backward(self, stage, i, gradients):
-        inputs, outputs = self._saved.pop((stage, i))
+        inputs, outputs = self._activations.pop((stage, i))
         if stage == self._last_stage:
             gradients = {0: torch.ones_like(outputs[0])}  # of the loss
         used = [outputs[index] for index in gradients]  # what the next stage used
-        context = nullcontext()
-        if self.backward_context:
-            is_last = i == self._last_backward[stage]
-            context = self.backward_context(self.stages[str(stage)], is_last)
-        with leave_weights_to_w(self._left_to_w.get((stage, i)), self._weights), context:
-            torch.autograd.backward(used, [*gradients.values()])
-        return gradients_of(inputs)
+        torch.autograd.backward(used, [*gradients.values()])
+        return {index: x.grad for index, x in inputs.items() if x.grad is not None}
 
-    def _transfer(self, key, message, source, destination):
+    def _transfer(self, name, message, source, destination):
         """Start to send a message, or to receive it."""
         device = self._send_device
         # The next actions may change the tensors.
         copies = {index: detached(each, device, copy=True) for index, each in message.items()}
-        metadata = metadata_of(key, copies, self._metadata, source, self._group)
+        # All ranks come here, because in the first step the source broadcasts the metadata.
+        metadata = self._share_metadata(name, copies, source)
         if source == self._rank:
-            self._sends.append(start_all(dist.isend, copies, destination, self._group))
-            wait_for(self._sends, at_most=4)  # copies take memory
+            works = self._start_all(dist.isend, copies, destination)
+            self._sends.append((copies, works))
+            self._wait_for_sends(at_most=4)  # copies take memory
         if destination == self._rank:
-            empty = allocate(metadata, device)
-            self._messages[key] = start_all(dist.irecv, empty, source, self._group)
+            options = metadata.items()
+            empty = {index: torch.empty_strided(**each, device=device) for index, each in options}
+            works = self._start_all(dist.irecv, empty, source)
+            self._inbox[name] = empty, works
+
+    def _start_all(self, operation, message, peer):
+        """Start to send or to receive dense tensors. Return the works to wait for."""
+        works = []
+        for tensor in message.values():
+            # Transfers want contiguous tensors. The memory of a dense tensor is one, as a vector.
+            vector = tensor.detach().as_strided([tensor.numel()], [1])
+            works.append(start_transfer(operation, vector, peer, self._group))
+        return works
+
+    def _wait_for_sends(self, at_most):
+        """Wait for the oldest sends until at most `at_most` are left."""
+        while len(self._sends) > at_most:
+            _, works = self._sends.popleft()
+            for work in works:
+                work.wait()
+
+    def _share_metadata(self, name, message, source):
+        return share_metadata(self, name, message, source)
+
+    def _find_devices(self):
+        return find_devices(self.stages, self._group)
+
+    def _read_schedule(self, schedule, stages):
+        return read_schedule(schedule, self.num_microbatches, stages, self._group)
 
     def _backward_inputs(self, inputs):
-        backward_inputs(self, inputs)
+        backward_inputs(inputs, self._input_gradients)
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. The backward of zero bubble, in two parts.
+# 4. Zero bubble: B in two parts. W computes the gradients of linear layers' weights, I all others.
+
+
+class Pipeline(BasicPipeline):
+    """Runs I and W, too. The arguments are those of BasicPipeline."""
+
+    def _start(self, *batch):
+        super()._start(*batch)
+        # (stage, micro-batch) -> what I leaves to W. Micro-batches with a whole B are not in it.
+        self._left_to_w = {(stage, i): [] for stage, kind, i in self._own if kind == "W"}
+        self._weights = set(self.parameters())  # W computes gradients of these only
+
+    def run(self, action, message):
+        stage, kind, i = action
+        if kind == "W":
+            return backward_for_weights(self._left_to_w.pop((stage, i)))
+        with leave_weights_to_w(self._left_to_w.get((stage, i)), self._weights):
+            return super().run(action, message)
+
+    def _backward(self, *arguments):
+        return backward_with_options(self, super()._backward, *arguments)
+
 
 linear = F.linear
 
 
 @contextmanager
-def leave_weights_to_w(deferred, weights):
-    """In this context, the backward of torch's F.linear appends to `deferred` what W needs.
+def leave_weights_to_w(left_to_w, weights):
+    """In this context, the backward of torch's F.linear appends to `left_to_w` what W needs.
 
     It is around F. It is also around I, in which an activation checkpoint runs the forward again.
     """
-    if deferred is None:  # the schedule has no W for this backward
+    if left_to_w is None:  # the micro-batch has a whole B
         yield
         return
-    if deferred:  # it is empty before F and before I, unless a backward ran in F
+    if left_to_w:  # it is empty before F and before I, unless a backward ran in F
         raise RuntimeError("a stage ran a backward in its forward; use a schedule without W")
-    F.linear = partial(split_linear, deferred, weights)
+    F.linear = partial(split_linear, left_to_w, weights)
     try:
         yield
     finally:
         F.linear = linear
 
 
-def split_linear(deferred, weights, x, weight, bias=None):
+def split_linear(left_to_w, weights, x, weight, bias=None):
     """F.linear, but its backward leaves the gradient of the weight to W."""
     if not can_wait(x, weight, weights):  # for example, a hook of DDP needs the gradient in I
         return linear(x, weight, bias)
@@ -588,7 +453,7 @@ def split_linear(deferred, weights, x, weight, bias=None):
     def leave_to_w(grad_y):
         if grad_y is not None:  # None: the loss does not depend on y
             check_unchanged(rows, version)
-            deferred.append((weight, rows.detach(), grad_y))
+            left_to_w.append((weight, rows.detach(), grad_y))
 
     # On y, not on the view below: a view that a stage changes in place gets another grad_fn.
     y.register_hook(leave_to_w)
@@ -600,9 +465,7 @@ def can_wait(x, weight, weights):
 
     Under DDP or FSDP it cannot, because they need the gradient in I. Then results are right, but
     the bubble is that of 1f1b. If a weight has another use that cannot wait, the sum of its
-    gradients is rounded in another order than on one device. x stays in memory until W, also inside
-    an activation checkpoint. A stage must not change x in place, nor call torch.autograd.grad() or
-    backward().
+    gradients is rounded in another order than on one device. x stays in memory until W.
     """
     return (
         torch.is_grad_enabled()
@@ -619,17 +482,184 @@ def can_wait(x, weight, weights):
     )
 
 
-def backward_for_weights(deferred):
+def backward_for_weights(left_to_w):
     """W: add grad_yᵀ x to the .grad of the weight in y = x weightᵀ."""
-    weights = [weight for weight, _, _ in deferred]
+    weights = [weight for weight, _, _ in left_to_w]
     # Under autocast, dtypes may differ. backward() casts to the weight's.
-    gradients = [grad_y.T @ rows.to(grad_y.dtype) for _, rows, grad_y in deferred]
+    gradients = [grad_y.T @ rows.to(grad_y.dtype) for _, rows, grad_y in left_to_w]
     # One call: it first adds up the gradients of a shared weight, as a plain backward does.
     torch.autograd.backward(weights, gradients)
+    return {}  # the message that W gives
 
 
 # --------------------------------------------------------------------------------------------------
-# 6. What a schedule costs.
+# 5. Options.
+#
+# num_items: if micro-batches have unequal numbers of unmasked tokens, the mean of their means is
+# wrong. So let loss_fn return a sum, and give the number of unmasked tokens in the batch as
+# num_items. The loss is the sum of all micro-batches divided by num_items:
+#
+#     pipeline = Pipeline(stage, "1f1b", 4, partial(F.cross_entropy, reduction="sum"))
+#     loss = pipeline.step(inputs, targets, num_items=(targets != -100).sum())
+#
+# With data parallelism, count the tokens of all ranks. If they average gradients instead of adding
+# them up, divide this count by the number of ranks.
+#
+# backward_context(stage, is_last): the context of a backward of `stage`, one of the modules.
+# is_last: it is the stage's last backward in the step. If stages are FSDP units, give
+# `lambda stage, is_last: nullcontext() if is_last else fsdp.no_sync(stage)`.
+
+
+def backward_with_options(pipeline, backward, stage, i, gradients):
+    inputs, _ = pipeline._activations[stage, i]
+    context = nullcontext()
+    pipeline._num_backwards[stage] += 1
+    if pipeline.backward_context:
+        is_last = pipeline._num_backwards[stage] == pipeline.num_microbatches
+        context = pipeline.backward_context(pipeline.stages[str(stage)], is_last)
+    with context:
+        given = backward(stage, i, without_unused(gradients))
+    if stage == 0:
+        pipeline._input_gradients[i] = given
+    return with_unused(given, inputs)
+
+
+def backward_inputs(inputs, parts):
+    """Give inputs that need gradients theirs. If they were computed, go back through that, too.
+
+    parts: micro-batch -> {index of an input: gradient}
+    """
+    gradients = {}  # index of an input -> gradient
+    for i, part in parts.items():
+        for index, gradient in part.items():
+            zeros = torch.zeros_like(as_tensors(inputs)[index])  # if a micro-batch does not use it
+            whole = gradients.setdefault(index, zeros)
+            whole.chunk(len(parts))[i].copy_(gradient)
+    roots = [as_tensors(inputs)[index] for index in gradients]
+    torch.autograd.backward(roots, [*gradients.values()])
+
+
+USED = -1  # the index, in a message of gradients, of flags: which of the inputs were used
+
+
+def with_unused(gradients, inputs):
+    """Return the message of a backward with zeros for inputs that were not used, and with flags.
+
+    A stage may use an input for some micro-batches only, but the receiver has to know what comes.
+    """
+    needed = {index: x for index, x in inputs.items() if x.requires_grad}
+    if len(needed) < 2:
+        return gradients
+    zeros = {index: torch.zeros_like(x) for index, x in needed.items()}
+    flags = torch.tensor([index in gradients for index in needed])
+    return zeros | gradients | {USED: flags}
+
+
+def without_unused(message):
+    """Return a message without the gradients of inputs that were not used."""
+    flags = message.pop(USED, None)
+    if flags is None:
+        return message
+    pairs = zip(message.items(), flags.tolist(), strict=True)  # on a GPU, the host waits for it
+    return {index: gradient for (index, gradient), is_used in pairs if is_used}
+
+
+def share_metadata(pipeline, name, message, source):
+    """Return how to allocate the tensors of a message: {index: arguments of empty_strided()}.
+
+    In the first step, the source broadcasts this, and all ranks keep it for later steps.
+    """
+    metadata = {
+        index: {
+            "size": tensor.shape,
+            "stride": tensor.stride(),  # with others, kernels may round differently
+            "dtype": tensor.dtype,
+            "requires_grad": tensor.requires_grad,
+        }
+        for index, tensor in message.items()
+    }
+    mode_and_name = torch.is_grad_enabled(), name
+    known = pipeline._metadata
+    if mode_and_name not in known:
+        shared = [metadata]
+        dist.broadcast_object_list(shared, group_src=source, group=pipeline._group)
+        known[mode_and_name] = shared[0]
+    if pipeline._rank == source:
+        check_metadata(name, metadata, known[mode_and_name])
+    return known[mode_and_name]
+
+
+def find_devices(stages, group):
+    """Return the device of this rank's parameters, and the one to send from.
+
+    All ranks must send over the same backend. So a rank without parameters takes the type of device
+    of the others: max() finds it, because "" < "cpu" < "cuda".
+    """
+    device = next((parameter.device for parameter in stages.parameters()), None)
+    types = [None] * dist.get_world_size(group)
+    dist.all_gather_object(types, device.type if device else "", group=group)
+    device = device or torch.device(max(types) or "cpu")
+    return device, device_to_send_from(device, group)
+
+
+def device_to_send_from(device, group):
+    """Gloo sends from the host's memory, NCCL from the GPU's.
+
+    dist.get_backend_config() names the backend for each type of device. dist.get_backend() is
+    "undefined" after init_process_group() without a backend.
+    """
+    is_gloo = f"{device.type}:gloo" in dist.get_backend_config(group)
+    return torch.device("cpu") if is_gloo else device
+
+
+# --------------------------------------------------------------------------------------------------
+# 6. Schedules: what they cost, and PyTorch's CSV files.
+
+
+def read_schedule(schedule, num_microbatches, stages, group):
+    """Return each rank's actions; and all actions, sorted by when they end."""
+    m = num_microbatches
+    is_name = isinstance(schedule, str)
+    facts = [schedule, m, len(stages) if is_name else "any"]
+    check_same_on_all_ranks("schedule, micro-batches and stages", facts, group)
+    if is_name:
+        schedule = build_schedule(schedule, dist.get_world_size(group), m, len(stages))
+    schedule = list(map(parse, schedule))
+    check_schedule(schedule)
+    check_stages(schedule, m, stages, group)
+    ends = end_times(schedule, COST)
+    return schedule, sorted(ends, key=ends.get)
+
+
+def parse(cells):
+    """Return a rank's actions: [Action(0, "F", 4), Action(7, "B", 0)] for ["0F4", None, "7B0"].
+
+    Communication is left out. "(0F4;7B0)OVERLAP_F_B" becomes two actions.
+    """
+    text = " ".join(map(str, cells))
+    found = re.findall(r"\b(\d+)([FBIW])(\d+)\b", text)
+    return [Action(int(stage), kind, int(i)) for stage, kind, i in found]
+
+
+COST = {"F": 1, "B": 2, "I": 1, "W": 1}  # time, in forwards
+
+
+def end_times(schedule, cost):
+    """Return {action: when it ends}, if each starts as soon as it can. Transfers take no time."""
+    giver = {given_by(action): action for action in itertools.chain(*schedule)}  # of each message
+    before = {}  # action -> its rank's previous action, and the giver of its message
+    for actions in schedule:
+        for previous, action in itertools.pairwise([None, *actions]):
+            both = previous, giver.get(taken_by(action))  # or None
+            before[action] = [each for each in both if each]
+    ends = {}
+    try:
+        for action in graphlib.TopologicalSorter(before).static_order():
+            start = max((ends[each] for each in before[action]), default=0)
+            ends[action] = start + cost[action.kind]
+    except graphlib.CycleError as error:
+        raise ValueError(f"the schedule deadlocks: {error}") from None
+    return ends
 
 
 class Simulation(NamedTuple):
@@ -666,25 +696,6 @@ def peak_alive(actions):
     return max(itertools.accumulate(changes), default=0)
 
 
-# --------------------------------------------------------------------------------------------------
-# 7. Gradients of the inputs, and PyTorch's CSV files.
-
-
-def backward_inputs(pipeline, inputs):
-    """Give inputs that need gradients theirs. If they were computed, go back through that, too."""
-    m = pipeline.num_microbatches
-    roots = []
-    gradients = {}  # index of an input -> gradient
-    for i in range(m):
-        message = pipeline._take(Action(-1, "B", i))
-        for index, part in message.items():
-            if index not in gradients:
-                roots.append(as_tensors(inputs)[index])
-                gradients[index] = torch.zeros_like(roots[-1])  # if a micro-batch does not use it
-            gradients[index].chunk(m)[i].copy_(part)
-    torch.autograd.backward(roots, [*gradients.values()])
-
-
 def schedule_to_csv(schedule, path):
     """Write a line per rank, which PyTorch's _load_csv(path, format="compute_only") reads."""
     lines = [",".join(map(str, parse(cells))) for cells in schedule]
@@ -698,7 +709,7 @@ def schedule_from_csv(path):
 
 
 # --------------------------------------------------------------------------------------------------
-# 8. Checks.
+# 7. Checks.
 
 
 def check_same_on_all_ranks(what, facts, process_group=None):
@@ -776,7 +787,16 @@ def check_grad_mode(group, device):
         raise ValueError(f"only {number} ranks have gradients enabled; all or none must")
 
 
+def check_tensors(tensors):
+    for each in tensors:
+        if not torch.is_tensor(each):
+            raise ValueError(
+                f"inputs, targets and outputs are tensors or tuples of them, not {type(each)}"
+            )
+
+
 def check_batch(name, tensors, number):
+    check_tensors(tensors)
     shapes = [tuple(tensor.shape) for tensor in tensors]
     found = [len(tensor.chunk(number)) for tensor in tensors]
     if name == "targets" and torch.is_grad_enabled() and any(x.grad_fn for x in tensors):
@@ -844,7 +864,8 @@ def main():
     stages = split(model, num_stages)[demo.rank :: demo.ranks]
     pipeline = TimedPipeline(stages, name, m, language_loss)
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3)
-    like = model[0](demo.batch(0)[0].chunk(m)[0]).detach()  # what a stage takes
+    device = device_to_send_from(demo.device, None)
+    like = model[0](demo.batch(0)[0].chunk(m)[0]).detach().to(device)  # what stages pass on
 
     def step(inputs, targets):
         optimizer.zero_grad()

@@ -669,24 +669,29 @@ def test_tensors_are_sent_from_where_the_backend_of_their_device_can_read_them(
     assert pipeline.device_to_send_from(torch.device("cpu"), None).type == "cpu"
 
 
-def test_the_idea_moves_tensors_to_the_device_to_send_from(monkeypatch):
-    """Gloo cannot read the memory of a GPU."""
-    sent_from = []
+def test_the_idea_sends_from_the_device_of_like(monkeypatch):
+    """Gloo cannot read the memory of a GPU, so `like` is on the CPU then."""
+    transfers = []
 
     class Done:
         def wait(self):
             pass
 
     def start_transfer(operation, tensor, peer, group):
-        sent_from.append(tensor.device.type)
+        transfers.append((operation.__name__, peer, tensor.device.type))
         return Done()
 
-    def device_to_send_from(device, group):
-        return torch.device("meta" if device.type == "cpu" else "cpu")
+    def to(tensor, other):  # torch refuses to copy from the meta device
+        device = other.device if torch.is_tensor(other) else other
+        return torch.zeros_like(tensor, device=device)
 
     monkeypatch.setattr(pipeline, "start_transfer", start_transfer)
-    monkeypatch.setattr(pipeline, "device_to_send_from", device_to_send_from)
-    pipeline.send(torch.zeros(2), 1, None)
-    received = pipeline.receive(torch.zeros(2, device="meta"), 1, None)
-    assert sent_from == ["meta", "cpu"]
-    assert received.device.type == "meta"
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
+    micro_batches = in_micro_batches(make_batch(0, 2), 2)
+    like = torch.zeros(1, 6, device="meta")
+    pipeline.gpipe_step(nn.Linear(6, 6), micro_batches, loss_fn, like)
+    forward = [("irecv", 0, "meta"), ("isend", 2, "meta")]
+    backward = [("irecv", 2, "meta"), ("isend", 0, "meta")]
+    assert transfers == 2 * forward + 2 * backward
