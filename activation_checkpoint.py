@@ -21,7 +21,7 @@ input is b sequences of s tokens. Operations are per token, and only those of pr
 
 Collectives inside a checkpointed function run again in backward.
 
-Read section 1 for the idea (7 minutes), to section 3 for the technique (30), and the rest to use
+Read section 1 for the idea (7 minutes), to section 2 for the technique (30), and the rest to use
 it as a library (34).
 
 Run:      torchrun --nproc-per-node 2 activation_checkpoint.py    (--idea: section 1 alone)
@@ -130,8 +130,7 @@ def checkpoint(function, *args, preserve_rng_state=True, policy=None, **kwargs):
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     segment = Segment(function, (args, kwargs), preserve_rng_state)
-    keep = Keep(policy, segment.kept) if policy else nullcontext()
-    with saved_tensors_hooks(segment.pack, segment.unpack), keep:
+    with saved_tensors_hooks(segment.pack, segment.unpack), segment.keeping(policy):
         return function(*args, **kwargs)
 
 
@@ -176,7 +175,7 @@ class Segment:
         self.kinds = []  # shape, dtype and device of each tensor that forward saved
         self.saved = []  # for each of them: the operator that saved it, requires_grad
         self.recomputed = {}  # number -> tensor of the second run, until backward uses it
-        self.kept = {}  # the outputs that the policy keeps (section 3)
+        self.kept = {}  # the outputs that the policy keeps
 
     def pack(self, tensor):
         """Autograd calls this with each tensor that it would save. It saves the number instead."""
@@ -197,9 +196,8 @@ class Segment:
         active = _get_current_function_mode_stack()
         contexts = [torch.enable_grad(), *self.autocasts]
         contexts += [mode for mode in self.modes if mode not in active]
-        if self.kept:
-            contexts.append(Keep(None, self.kept))
-        # The second hook is called only if the function itself computes gradients.
+        contexts.append(self.keeping())
+        # The lambda is called only if the function itself computes gradients.
         contexts.append(saved_tensors_hooks(self.pack_again, lambda tensor: tensor))
         states = random_states()
         set_random_states(self.random_states)
@@ -222,9 +220,17 @@ class Segment:
         if number < len(self.kinds):  # else the function has caught Complete, and goes on
             self.recomputed[number] = tensor
         is_last = number + 1 == len(self.kinds)
-        if number == len(self.kinds) or (is_last and not may_fill(self.saved)):
+        if number == len(self.kinds) or (is_last and not self.may_fill_saved()):
             raise Complete
         return tensor
+
+    # The library's part. Sections 3 and 4 have the functions.
+
+    def keeping(self, policy=None):  # in forward by the policy, in the second run what is kept
+        return Keep(policy, self.kept) if policy or self.kept else nullcontext()
+
+    def may_fill_saved(self):  # then the operator that saved the last tensor must run to its end
+        return may_fill(self.saved)
 
 
 class Complete(BaseException):
@@ -240,20 +246,8 @@ def current_operator():
     return torch._C._autograd._get_sequence_nr()
 
 
-def may_fill(saved):
-    """Return whether the last operator may write into a tensor that autograd has saved already.
-
-    Autograd saves inputs before the operator runs. RReLU fills one of them, its noise. That is a
-    tensor that needs no gradient, beside one that needs a gradient.
-    """
-    last = saved[-1][0]
-    return {True, False} == {
-        requires_grad for operator, requires_grad, *_ in saved if operator == last
-    }
-
-
 # --------------------------------------------------------------------------------------------------
-# 3. Selective checkpointing: keep the outputs that take long to compute and are small.
+# 3. The library: selective checkpointing keeps outputs that take long to compute and are small.
 
 
 class Keep(TorchDispatchMode):
@@ -363,6 +357,18 @@ def run_layers(layers, x):
     for each in layers:
         x = each(x)
     return x
+
+
+def may_fill(saved):
+    """Return whether the last operator may write into a tensor that autograd has saved already.
+
+    Autograd saves inputs before the operator runs. RReLU fills one of them, its noise. That is a
+    tensor that needs no gradient, beside one that needs a gradient.
+    """
+    last = saved[-1][0]
+    return {True, False} == {
+        requires_grad for operator, requires_grad, *_ in saved if operator == last
+    }
 
 
 @contextmanager
