@@ -201,8 +201,8 @@ class ParameterGroup:
 
     @torch.no_grad()
     def __init__(self, originals, settings, device):  # originals: {nn.Parameter: its owners}
-        # `settings` are the arguments of fully_shard, in section 4. The process groups are of the
-        # ranks with the other shards, and of those with copies of this one.
+        # `settings` are the arguments of fully_shard. The process groups are of the ranks with the
+        # other shards, and of those with copies of this one.
         self.process_group, *self.replicate_groups = settings.axes
         self.divide_factor = settings.divide_factor
         dtype = next(iter(originals)).dtype
@@ -283,7 +283,7 @@ class ParameterGroup:
                 self.collected.add(parameter)
 
     def start_reduce(self):
-        """Begin to send each rank its part of `gradients`."""
+        """Begin to send each rank its part of `gradients`, unless that has begun."""
         if self.gradients is not None and self.reduce_handle is None:
             self.mark_missing_gradients()
             self.received = torch.empty_like(self.gradients)
@@ -325,12 +325,12 @@ def sum_in_rank_order(received, shard_size):
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. When a unit is gathered and reduced. fully_shard makes a Unit of each module, and last of the
-# whole model. It calls make_unit, which hooks pre_forward and post_forward to the module. These
-# hook pre_backward and post_backward to the graph, and pre_backward hooks end_backward to the end
-# of autograd's backward. The first step records which unit comes next, so that later steps unshard
-# it early. This is a later step, of a model that calls the units 0, 1 and 2. The model's own unit
-# has no parameters here, and all its hooks do is to start gather 0.
+# 3. When a unit is gathered and reduced. fully_shard ends with make_unit, which makes a Unit of the
+# module and registers the Unit's pre_forward and post_forward as hooks. post_forward registers
+# pre_backward as a hook of the outputs. pre_forward puts PostBackward into the graph, which calls
+# post_backward. The first step records which unit comes next, so that later steps unshard it early.
+# Here is a later step of a model that calls the units 0, 1 and 2. The model's own unit has no
+# parameters here: it only starts gather 0.
 #
 #                      waits for   frees     then starts          units in memory, or on their way
 #    pre_forward 0     gather 0              gather 1             0 1
@@ -436,7 +436,7 @@ class Unit:
 
     def pre_forward(self, module, args, kwargs):
         """Unshard, and pass the inputs through PostBackward."""
-        if self.schedule.outermost is None and not in_backward():
+        if self.schedule.outermost is None and not in_backward():  # no other unit called this one
             check_last_backward(self.schedule)
             self.schedule.outermost = self
             # A forward without a backward leaves units gathered, and the shards may have changed.
@@ -451,7 +451,7 @@ class Unit:
 
     def unshard(self):
         """Wait until this unit is unsharded, and begin to unshard the unit that comes next."""
-        self.start_unshard()  # does nothing if the unit before has called it, three lines below
+        self.start_unshard()  # mostly, the unit before has called this: see the last line
         for group in self.groups:
             group.finish_unshard()
         schedule = self.schedule

@@ -607,6 +607,19 @@ def test_a_gradient_of_one_rank_that_rounds_to_minus_zero_is_no_missing_gradient
         assert layer.bias.grad.item() == 0
 
 
+@pool.on(2)
+def test_a_gradient_of_minus_zero_after_a_micro_batch_without_one_is_no_missing_gradient():
+    layer = fully_shard(Biased(64, 1))
+    layer.bias.requires_grad_(False)
+    with fsdp.no_sync(layer):
+        layer(torch.ones(64)).backward()
+    layer.bias.requires_grad_(True)
+    y = layer(torch.ones(64))
+    y.backward(torch.full_like(y, -0.0))
+    if layer.bias.numel():  # on rank 1, which does not use it
+        assert layer.bias.grad.item() == 0
+
+
 class DtypesSent(TorchDispatchMode):
     """`seen`: (collective, dtype, whether a NaN is sent)."""
 
