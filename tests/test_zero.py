@@ -635,6 +635,15 @@ def test_each_bucket_is_reduced_once_in_a_backward(stage, how):
     assert names.count("alltoall_base_") == len(optimizer._buckets)
 
 
+@zero2_and_3
+@pool.on(2)
+def test_a_checkpoint_around_units_leaves_no_gradient_whole(stage):
+    model = Outer()
+    _optimizer = sgd(stage, model)
+    backward(model)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 # ---- Zero3
 
 
@@ -673,6 +682,16 @@ def test_in_full_parameters_the_model_is_an_ordinary_one():
         stepped = copy.deepcopy(model.state_dict())
     assert model[0].weight.isnan().all()
     assert_bitwise(optimizer.module_state_dict(), stepped)
+
+
+@pool.on(2)
+def test_full_parameters_inside_full_parameters_frees_nothing():
+    model = plain_model()
+    optimizer = sgd(zero.Zero3, model)
+    with optimizer.full_parameters():
+        optimizer.module_state_dict()
+        assert not model[0].weight.isnan().any()
+    assert model[0].weight.isnan().all()
 
 
 @pool.on(2)
