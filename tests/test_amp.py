@@ -110,7 +110,11 @@ def test_weights_and_scales_are_bitwise_those_of_pytorchs_scaler(options):
     assert histories[0] == histories[1]
 
 
-@pytest.mark.parametrize("wrong", [{"growth_factor": 1.0}, {"backoff_factor": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "wrong",
+    [{"growth_factor": 1.0}, {"backoff_factor": 1.0}],
+    ids=str,
+)
 @pytest.mark.parametrize("scaler_class", [amp.GradScaler, torch.amp.GradScaler])
 def test_factors_that_would_not_adapt_the_scale_are_an_error(scaler_class, wrong):
     with pytest.raises(AssertionError, match="factor"):

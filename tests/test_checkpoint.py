@@ -192,7 +192,11 @@ def test_extra_may_hold_tensors_and_nan(tmp_path):
     assert math.isnan(found["loss"])
 
 
-@pytest.mark.parametrize("extra", [numpy.zeros(2), range(3), Mock], ids=["array", "range", "class"])
+@pytest.mark.parametrize(
+    "extra",
+    [numpy.zeros(2), range(3), Mock],
+    ids=["array", "range", "class"],
+)
 @pool.on(2)
 def test_extra_that_would_not_come_back_is_an_error_before_anything_is_written(extra, tmp_path):
     save(tmp_path, {}, "good", pool.group())
@@ -243,7 +247,13 @@ def test_a_background_save_has_the_values_of_the_step_that_saved(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         write = checkpoint.write
         patch.setattr(checkpoint, "write", lambda *args: is_copied.wait() and write(*args))
-        handle = save(tmp_path, pieces, "step 1", pool.group(), background=True)
+        handle = save(
+            tmp_path,
+            pieces,
+            "step 1",
+            pool.group(),
+            background=True,
+        )
         shard.zero_()  # training goes on
         assert not (tmp_path / "latest").exists()
         is_copied.set()
@@ -259,7 +269,13 @@ def test_a_save_waits_for_the_one_before(tmp_path):
     for step in range(5):
         mine = torch.tensor([100 * step + pool.rank()])
         pieces = {"a": Piece(mine, [3], [pool.rank()])}
-        save(tmp_path, pieces, step, pool.group(), background=step != 2)
+        save(
+            tmp_path,
+            pieces,
+            step,
+            pool.group(),
+            background=step != 2,
+        )
     save(tmp_path, pieces, step, pool.group())
     found = torch.zeros(3, dtype=torch.long)
     assert load(tmp_path, {"a": found}, pool.group()) == 4
@@ -283,7 +299,10 @@ def test_a_background_error_is_raised_on_all_ranks_at_the_next_call(call, bad_ra
         if pool.rank() == bad_rank:
             patch.setattr(checkpoint, "write", write_to_a_full_disk)
         handle = save(tmp_path, pieces, "lost", pool.group(), background=True)
-        again = {"wait": handle.wait, "save": lambda: save(tmp_path, pieces, 0, pool.group())}
+        again = {
+            "wait": handle.wait,
+            "save": lambda: save(tmp_path, pieces, 0, pool.group()),
+        }
         with pytest.raises(OSError, match=rf"{tmp_path} was not saved: .*No space left"):
             again[call]()
     assert load(tmp_path, {}, pool.group()) == "good"

@@ -130,7 +130,12 @@ def test_control_c_does_not_part_the_files(folder, monkeypatch):
 def test_any_thread_may_write(folder):
     """Although only the main thread may say what signals do."""
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(write_indexed, "x", [[1, 2, 3], [4, 5]], 257).result()
+        pool.submit(
+            write_indexed,
+            "x",
+            [[1, 2, 3], [4, 5]],
+            257,
+        ).result()
     assert written("x") == (TOKENS, INDEX)
 
 
@@ -187,7 +192,13 @@ def test_documents_of_several_workers_are_in_order(folder, monkeypatch):
     """Hundreds of chunks, two keys, empty texts left out."""
     monkeypatch.setattr(data, "CHUNK", 2000)
     write_input()
-    preprocess("in", "out", ("other", "text", "other"), append_eod=True, workers=3)
+    preprocess(
+        "in",
+        "out",
+        ("other", "text", "other"),
+        append_eod=True,
+        workers=3,
+    )
     texts = [[*text.encode(), 256] for text in TEXTS if text]
     numbers = [[*b"%d" % n, 256] for n in range(len(TEXTS))]
     assert written("out_text_document") == as_megatron_writes(texts)
@@ -200,7 +211,14 @@ def test_tokens_are_those_of_the_vocabulary(folder):
     trained.train_from_iterator(TEXTS, 300, special_tokens=["<|endoftext|>"])
     files = trained.save_model(".")
     write_input()
-    preprocess("in", "out", ("text",), *files, append_eod=True, workers=2)
+    preprocess(
+        "in",
+        "out",
+        ("text",),
+        *files,
+        append_eod=True,
+        workers=2,
+    )
     bpe = tokenizers.ByteLevelBPETokenizer(*files)
     texts = [[*bpe.encode(text).ids, 0] for text in TEXTS if text]
     assert written("out_text_document") == as_megatron_writes(texts)
@@ -397,7 +415,10 @@ def test_json_keys_as_one_string_are_an_error(folder):
     assert [path.name for path in folder.iterdir()] == ["texts"]
 
 
-@pytest.mark.parametrize(("code", "word"), [(6, "float64"), (7, "float32"), (9, "DeepSpeed")])
+@pytest.mark.parametrize(
+    ("code", "word"),
+    [(6, "float64"), (7, "float32"), (9, "DeepSpeed")],
+)
 def test_dtype_codes_that_are_no_tokens_are_an_error(code, word, folder):
     """DeepSpeed's 9 is u4. Floating-point numbers would be truncated to tokens."""
     _, index = as_megatron_writes([[1, 2], [3]])

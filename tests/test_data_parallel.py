@@ -180,7 +180,11 @@ def fail(x):
 def test_the_first_exception_is_raised_when_all_threads_have_ended():
     threads = threading.active_count()
     with pytest.raises(ZeroDivisionError, match="replica 1 on device meta"):
-        dp.parallel_apply([fail] * 3, [1, 0, 0], devices=["cpu", "meta", "cpu"])
+        dp.parallel_apply(
+            [fail] * 3,
+            [1, 0, 0],
+            devices=["cpu", "meta", "cpu"],
+        )
     assert threading.active_count() == threads
 
 

@@ -33,7 +33,9 @@ def test_model_states_are_those_of_the_zero_paper():
 def test_parameters_are_those_published():
     assert GPT2.parameters() == 354_823_168
     assert GPT3.parameters() == 174_615_846_912
-    assert (SEVEN_B.layers, SEVEN_B.hidden, SEVEN_B.parameters()) == (32, 4096, 7e9)
+    assert SEVEN_B.layers == 32
+    assert SEVEN_B.hidden == 4096
+    assert SEVEN_B.parameters() == 7e9
 
 
 PUBLISHED = {  # experts, top_k, layers, hidden size, of an expert, parameters, active parameters
@@ -48,7 +50,16 @@ PUBLISHED = {  # experts, top_k, layers, hidden size, of an expert, parameters, 
 def test_the_shape_of_a_mixture_is_near_the_published_one(name):
     """An expert of Mixtral has three matrices: as many elements as two of 1.5 times the size."""
     experts, top_k, layers, hidden, ffn, parameters, active = PUBLISHED[name]
-    published = GPT(layers, hidden, hidden // 128, 50257, 2048, parameters, experts, top_k)
+    published = GPT(
+        layers,
+        hidden,
+        hidden // 128,
+        50257,
+        2048,
+        parameters,
+        experts,
+        top_k,
+    )
     published = replace(published, ffn=1.5 * ffn / hidden)
     guessed = estimate.gpt_of(parameters, experts=experts, top_k=top_k)
     assert guessed.parameters() == parameters
@@ -72,11 +83,13 @@ def test_a_step_takes_a_global_batch_and_the_last_one_what_is_left():
 def test_the_command_lines_mixture_has_the_shape_of_its_experts():
     flags = {"parameters": 46.7e9, "experts": 8, "top_k": 2, "sequence": 4096}
     model = estimate.model_of(flags)
-    assert (model.layers, model.hidden, model.sequence) == (32, 4096, 4096)
+    assert model.layers == 32
+    assert model.hidden == model.sequence == 4096
 
 
 def test_parameters_of_a_rank_are_those_that_parallel_3d_has():
-    per_rank = [SMALL.parameters(tp, pp) for tp, pp in [(1, 4), (2, 2), (4, 1)]]
+    grids = [(1, 4), (2, 2), (4, 1)]  # tp, pp
+    per_rank = [SMALL.parameters(*grid) for grid in grids]
     assert per_rank == [70464, 62656, 59456]
 
 
@@ -236,7 +249,8 @@ def test_experts_multiply_the_mlps_and_expert_parallelism_divides_them():
     here = MOE.parameters() - 6 * mlps
     split = MOE.parameters() / 8
     states = [estimate.states_of(MOE, Plan(8, technique=f"zero{n}", ep=4)) for n in (1, 3)]
-    assert states == [[2 * here, 2 * here, 12 * split], [2 * split, 2 * split, 12 * split]]
+    assert states[0] == [2 * here, 2 * here, 12 * split]
+    assert states[1] == [2 * split, 2 * split, 12 * split]
 
 
 # ---- seconds
@@ -245,7 +259,8 @@ GRID = Plan(2, 8, 2, "zero2", 1, 4, cp=2)
 
 
 def times_of(plan):
-    return estimate.step_times(GPT3, plan, Machine(8, 1e12, 1e12, 1e7, 1e8))
+    machine = Machine(8, 1e12, 1e12, 1e7, 1e8)
+    return estimate.step_times(GPT3, plan, machine)
 
 
 def test_only_tensor_parallel_ranks_share_a_node_and_a_bubble_is_pp_less_one_over_m():
@@ -272,7 +287,11 @@ def test_messages_hide_behind_their_share_of_the_computation(technique):
 def test_hybrid_sharding_gathers_within_a_node_and_reduces_between_nodes():
     hybrid = Plan(8, technique="zero3", copies=4)
     sent = estimate.traffic(SMALL, hybrid)
-    seconds = estimate.step_times(SMALL, hybrid, Machine(2, 1e18, 1e12, 1e7))
+    seconds = estimate.step_times(
+        SMALL,
+        hybrid,
+        Machine(2, 1e18, 1e12, 1e7),
+    )
     exposed = sent["dp"] / 1e12 + sent["copies"] / 1e7 - seconds["compute"]
     assert seconds["dp"] == exactly(exposed)
 
@@ -302,7 +321,10 @@ def test_offload_sends_32_bytes_a_parameter():
 
 def test_plans_fit_use_all_gpus_and_come_fastest_then_simplest_first():
     plans = estimate.advise(SEVEN_B, 8, 80e9)
-    order = [(p.seconds, TECHNIQUES.index(p.technique), p.tp * p.pp * p.cp) for p in plans]
+    order = []
+    for plan in plans:
+        place = TECHNIQUES.index(plan.technique)
+        order.append((plan.seconds, place, plan.tp * plan.pp * plan.cp))
     assert order == sorted(order)
     assert plans[0].technique == "zero1"  # ddp's 16Ψ do not fit
     for p in plans:

@@ -231,7 +231,11 @@ def test_an_adapter_of_peft_on_the_router_trains(dtype):
     model = make_model(dtype)
     x = own_tokens(rank=0).to(dtype)
     before = model(x)
-    config = peft.LoraConfig(target_modules=["0.gate"], r=2, init_lora_weights=False)
+    config = peft.LoraConfig(
+        target_modules=["0.gate"],
+        r=2,
+        init_lora_weights=False,
+    )
     adapted = peft.get_peft_model(model, config)
     after = adapted(x)
     assert not torch.equal(after, before)
@@ -243,7 +247,11 @@ def test_an_adapter_of_peft_on_the_router_trains(dtype):
 
 def test_an_adapter_of_peft_on_the_experts_is_an_error():
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=[], target_parameters=["0.experts.down_proj"], r=2)
+    config = peft.LoraConfig(
+        target_modules=[],
+        target_parameters=["0.experts.down_proj"],
+        r=2,
+    )
     adapted = peft.get_peft_model(make_model().float(), config)
     with pytest.raises(ValueError, match="leave out target_parameters"):
         adapted(own_tokens(rank=0).float())
@@ -293,7 +301,13 @@ def test_capacity_drops_in_gshards_order(factor):
     registry._problems.clear()
     make = partial(Ours, ep.MoE)
     with default_group(pool.group()):
-        computes_as_one_device(make, whole_weights(), [7, 4, 0, 7], plain, capacity_factor=factor)
+        computes_as_one_device(
+            make,
+            whole_weights(),
+            [7, 4, 0, 7],
+            plain,
+            capacity_factor=factor,
+        )
     assert not registry._problems
 
 

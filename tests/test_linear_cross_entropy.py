@@ -94,7 +94,10 @@ OPTIONS = {
 }
 
 
-@given(chunk_size=st.integers(1, 30), options=st.fixed_dictionaries(OPTIONS))
+@given(
+    chunk_size=st.integers(1, 30),
+    options=st.fixed_dictionaries(OPTIONS),
+)
 def test_any_options_in_chunks_of_any_size(chunk_size, options):
     ours = partial(lce.linear_cross_entropy, chunk_size=chunk_size)
     found = loss_and_gradients(ours, *make_inputs(), **options)
@@ -102,7 +105,11 @@ def test_any_options_in_chunks_of_any_size(chunk_size, options):
     assert_all_equal(found, expected)
 
 
-@pytest.mark.parametrize("tokens", [0, 2], ids=["no token", "two tokens"])
+@pytest.mark.parametrize(
+    "tokens",
+    [0, 2],
+    ids=["no token", "two tokens"],
+)
 def test_targets_may_be_of_another_integer_dtype(tokens):
     x, weight, _, target = make_inputs()
     x = x[-1, :tokens]

@@ -426,7 +426,11 @@ def test_a_sharded_stack_trains_bitwise_as_its_matrices():
 def test_parts_that_do_not_make_up_the_matrix_are_an_error():
     part = nn.Parameter(torch.ones(2, 6))
     too_small = {part: [((1, 6), (0, 0))]}
-    for shape, boxes in (((4, 7), None), ((4, 6), too_small)):
+    cases = [
+        ((4, 7), None),
+        ((4, 6), too_small),
+    ]
+    for shape, boxes in cases:
         with pytest.raises(ValueError, match="parts of"):
             sharded_muon([part], {part: shape}, boxes=boxes)
 

@@ -73,7 +73,14 @@ def make_model(middle=None):
     torch.manual_seed(0)
     embedding = nn.Embedding(VOCABULARY, 6)
     middle = middle() if middle else nn.Linear(6, 6)
-    return nn.Sequential(embedding, middle, nn.Tanh(), nn.Linear(6, VOCABULARY)).double()
+    head = nn.Linear(6, VOCABULARY)
+    model = nn.Sequential(
+        embedding,
+        middle,
+        nn.Tanh(),
+        head,
+    )
+    return model.double()
 
 
 def sgd(model):
