@@ -42,7 +42,7 @@ part would weigh tokens differently if ranks have unequal numbers of unmasked la
     total = F.cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="sum")
     loss = total / (labels != -100).sum()       # the ranks' losses add up, as their gradients do
 
-Read section 1 for the idea (14 minutes), to section 4 for the technique (48), and the rest to use
+Read section 1 for the idea (14 minutes), to section 5 for the technique (48), and the rest to use
 it as a library (55).
 
 Run:      torchrun --nproc-per-node 2 context_parallel.py
@@ -211,158 +211,24 @@ def positions(length, process_group=None, zigzag=True):
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. Ring attention. PyTorch's kernels compute a block, and return its log-sum-exp with it.
+# 3. One block of keys. A kernel of PyTorch attends to it, and merge() joins the results of blocks.
 
 
-def ring_attention(
-    q,
-    k,
-    v,
-    causal=False,
-    scale=None,
-    process_group=None,
-    zigzag=True,
-    documents=None,
-):
-    """Return the attention of this rank's queries to the keys of all ranks, in the shape of q.
-
-    q is (B, H, S/N, D). k and v are (B, K, S/N, D), and H is a multiple of K. The tokens must be
-    those that split_sequence gives this rank with the same `zigzag`. Otherwise the causal mask
-    hides the wrong keys, without an error.
-
-    documents: integers (B, S), the same on all ranks, if documents are packed into the sequences. A
-    document ends where the number changes, and is computed as if it were alone. Zigzag balances one
-    document only: if a sequence of 64k tokens has documents of 1k to 16k, the slowest of 8 ranks
-    computes 1.6 to 1.9 times the mean, and without zigzag 1.8 to 2.3 times.
-
-    All ranks must call this, and then backward. See check_call().
-    """
-    arguments = (causal, scale, process_group, zigzag, documents)
-    check_attention("ring_attention", q, k, v, *arguments)
-    if documents is not None:
-        documents = lengths_of(documents)
-    options = (process_group, causal, zigzag, documents)
-    return RingAttention.apply(q, torch.stack([k, v]), scale, options)
-
-
-class RingAttention(torch.autograd.Function):
-    """Keeps only this rank's q, kv, output and lse. Backward passes the blocks around again.
-
-    The gradient of a block follows it around the ring, one exchange later. Each rank adds its part
-    to the sum that it receives. The last exchange brings the sum to the owner of the block, which
-    adds its own part. For rank 0 of 4:
-
-        step                         0       1       2        3
-        computes with                kv0     kv3     kv2      kv1
-        sends the gradient of                kv3     kv2      kv1
-        with the parts of ranks              0       3, 0     2, 3, 0
-    """
-
-    @staticmethod
-    def forward(ctx, q, kv, scale, options):
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        output = torch.zeros_like(q, dtype=dtype)
-        lse = torch.full_like(output[..., 0], -math.inf)
-        for block, tiles in blocks(kv, *options):
-            for sequences, rows, cols, is_diagonal in tiles:
-                k, v = share_heads(block[:, sequences, :, cols], q)
-                # ctx.state, the seeds of dropout, may be those of any tile: dropout is left out.
-                result, *ctx.state = attend(q[sequences, :, rows], k, v, is_diagonal, scale)
-                merge(output[sequences, :, rows], lse[sequences, :, rows], *result)
-        output = output.to(q.dtype)
-        ctx.save_for_backward(q, kv, output, lse)
-        ctx.options = (scale, options)
-        return output
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        if torch.is_grad_enabled():  # under create_graph=True
-            raise RuntimeError(
-                "gradients of gradients are left out; use ulysses_attention with SDPBackend.MATH"
-            )
-        q, kv, output, lse = ctx.saved_tensors
-        scale, options = ctx.options
-        grad_q = torch.zeros_like(q, dtype=lse.dtype)
-        own_grad = None
-        exchange = None
-        for block, tiles in blocks(kv, *options):
-            grad = torch.zeros_like(kv, dtype=lse.dtype)
-            for sequences, rows, cols, is_diagonal in tiles:
-                of_rows = [x[sequences, :, rows] for x in (grad_output, q, output, lse)]
-                k, v = share_heads(block[:, sequences, :, cols], q)
-                gradients = attend_backward(*of_rows, k, v, ctx.state, is_diagonal, scale)
-                grad_q[sequences, :, rows] += gradients[0]
-                of_heads = torch.stack(gradients[1:]).unflatten(2, (kv.shape[2], -1))
-                grad[:, sequences, :, cols] = of_heads.sum(3, dtype=lse.dtype)
-            if own_grad is None:
-                own_grad = grad
-                continue
-            if exchange:
-                grad += exchange.wait()
-            exchange = Exchange(grad, options[0])  # the process group
-        if exchange:
-            own_grad += exchange.wait()
-        return grad_q, own_grad, None, None  # autograd rounds to the inputs' dtypes
-
-
-def blocks(kv, process_group, *options):
-    """Yield the keys and values of this rank, of the previous one, and so on, each with tiles()."""
-    rank, world_size = rank_and_size(process_group)
-    for step in range(world_size):
-        owner = (rank - step) % world_size
-        if step < world_size - 1:  # while the caller computes with a block, the next one arrives
-            exchange = Exchange(kv, process_group)
-        yield kv, tiles(kv, owner, rank, world_size, *options)
-        if step < world_size - 1:
-            kv = exchange.wait()
-
-
-def tiles(
-    kv,
-    owner,
-    rank,
-    world_size,
-    causal,
-    zigzag,
-    documents,
-):
-    """Yield (sequences, queries, keys, is_diagonal) of each document that both ranks have.
-
-    These queries see all of these keys. But in a diagonal tile, query i sees the keys 0 to i, also
-    with zigzag: a rank's two chunks are in the order of the whole sequence.
-    """
-    num_tokens = kv.shape[3] if kv.numel() else 0
-    size = num_tokens // 2 if zigzag else num_tokens  # of a chunk
-    first = 0
-    end = num_tokens
-    # Without zigzag, a part is one chunk. Then all queries see all keys of an earlier part, and no
-    # query sees a key of a later one.
-    if causal and owner < rank:
-        end = size  # all queries see the owner's first chunk, none sees the second
-    if causal and owner > rank:
-        first = size  # the first chunk of queries sees no key, the second sees all
-
-    def before(position, rank):
-        """How many tokens of the rank are before this position of the whole sequence."""
-        chunks = [rank, 2 * world_size - 1 - rank] if zigzag else [rank]
-        return sum(min(max(0, position - chunk * size), size) for chunk in chunks)
-
-    one_document = [(slice(None), [num_tokens * world_size])]
-    for sequences, lengths in documents or one_document:
-        for start, stop in pairwise([0, *accumulate(lengths)]):
-            rows = slice(max(first, before(start, rank)), before(stop, rank))
-            cols = slice(before(start, owner), min(end, before(stop, owner)))
-            if rows.start < rows.stop and cols.start < cols.stop:
-                yield sequences, rows, cols, owner == rank and causal
-
-
-def lengths_of(documents):
-    """Return [(a sequence, its documents' lengths)]. A document ends where the number changes."""
-    found = []
-    for number, ids in enumerate(documents):
-        _, lengths = ids.unique_consecutive(return_counts=True)
-        found.append((slice(number, number + 1), lengths.tolist()))
-    return found
+def attend(q, k, v, is_causal, scale):
+    """Return the output, its log-sum-exp (B, H, S), and what else the kernel's backward takes."""
+    how = {"is_causal": is_causal, "scale": scale}
+    if q.is_cuda and q.element_size() == 2:
+        results = aten._scaled_dot_product_flash_attention(q, k, v, **how)
+        return results[0], results[1], results[6:8]
+    if q.is_cuda and q.element_size() == 4:
+        results = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, **how)
+        lse = results[1][..., : q.shape[2]]  # the kernel pads its queries
+        return results[0], lse, results[2:]
+    # No kernel for GPUs takes float64. From 16 bits, results would be rounded before the merge.
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    inputs = [x.to("cpu", dtype) for x in (q, k, v)]
+    output, lse = aten._scaled_dot_product_flash_attention_for_cpu(*inputs, **how)
+    return output.to(q.device), lse.to(q.device), ()
 
 
 def merge(output, lse, other_output, other_lse):
@@ -374,23 +240,6 @@ def merge(output, lse, other_output, other_lse):
     output *= (lse - total).exp()[..., None]
     output += (other_lse - total).exp()[..., None] * other_output
     lse.copy_(total)
-
-
-def attend(q, k, v, is_causal, scale):
-    """Return (output, its log-sum-exp (B, H, S)), and what else the kernel's backward takes."""
-    how = {"is_causal": is_causal, "scale": scale}
-    if q.is_cuda and q.element_size() == 2:
-        results = aten._scaled_dot_product_flash_attention(q, k, v, **how)
-        return results[:2], *results[6:8]
-    if q.is_cuda and q.element_size() == 4:
-        results = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, **how)
-        lse = results[1][..., : q.shape[2]]  # the kernel pads its queries
-        return (results[0], lse), *results[2:]
-    # No kernel for GPUs takes float64. From 16 bits, results would be rounded before the merge.
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    inputs = [x.to("cpu", dtype) for x in (q, k, v)]
-    results = aten._scaled_dot_product_flash_attention_for_cpu(*inputs, **how)
-    return ([x.to(q.device) for x in results],)
 
 
 def attend_backward(grad_output, q, output, lse, k, v, state, is_causal, scale):
@@ -421,7 +270,165 @@ def attend_backward(grad_output, q, output, lse, k, v, state, is_causal, scale):
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. Ulysses: swap a part of the sequence for a part of the heads, and back.
+# 4. The ring: which blocks come to a rank, which of their keys its queries see, and who adds up the
+# gradients.
+
+
+def ring_attention(
+    q,
+    k,
+    v,
+    causal=False,
+    scale=None,
+    process_group=None,
+    zigzag=True,
+    documents=None,
+):
+    """Return the attention of this rank's queries to the keys of all ranks, in the shape of q.
+
+    q is (B, H, S/N, D). k and v are (B, K, S/N, D), and H is a multiple of K. The tokens must be
+    those that split_sequence gives this rank with the same `zigzag`. Otherwise the causal mask
+    hides the wrong keys, without an error.
+
+    documents: integers (B, S), the same on all ranks, if documents are packed into the sequences. A
+    document ends where the number changes, and is computed as if it were alone. Zigzag balances one
+    document only: if a sequence of 64k tokens has documents of 1k to 16k, the slowest of 8 ranks
+    computes 1.6 to 1.9 times the mean, and without zigzag 1.8 to 2.3 times.
+
+    All ranks must call this, and then backward. See check_call().
+    """
+    check_attention("ring_attention", q, k, v, causal, scale, process_group, zigzag, documents)
+    if documents is not None:
+        documents = lengths_of(documents)
+    options = (process_group, causal, zigzag, documents)
+    return RingAttention.apply(q, torch.stack([k, v]), scale, options)
+
+
+def lengths_of(documents):
+    """Return [(a sequence, its documents' lengths)]. A document ends where the number changes."""
+    found = []
+    for number, ids in enumerate(documents):
+        _, lengths = ids.unique_consecutive(return_counts=True)
+        found.append((slice(number, number + 1), lengths.tolist()))
+    return found
+
+
+def blocks(kv, process_group, *options):
+    """Yield the keys and values of this rank, of the previous one, and so on, each with tiles()."""
+    rank, world_size = rank_and_size(process_group)
+    for step in range(world_size):
+        owner = (rank - step) % world_size
+        if step < world_size - 1:  # while the caller computes with a block, the next one arrives
+            exchange = Exchange(kv, process_group)
+        yield kv, tiles(kv, owner, rank, world_size, *options)
+        if step < world_size - 1:
+            kv = exchange.wait()
+
+
+def tiles(
+    kv,
+    owner,
+    rank,
+    world_size,
+    causal,
+    zigzag,
+    documents,
+):
+    """Yield (sequences, queries, keys, is_diagonal), a tile of each document that both ranks have.
+
+    These queries see all of these keys. But in a diagonal tile, query i sees the keys 0 to i, also
+    with zigzag: a rank's two chunks are in the order of the whole sequence.
+    """
+    num_tokens = kv.shape[3] if kv.numel() else 0
+    size = num_tokens // 2 if zigzag else num_tokens  # of a chunk
+    # All queries see the first chunk of an earlier part, and none sees the second. The first chunk
+    # of queries sees no key of a later part, and the second sees all. Without zigzag, a part is one
+    # chunk: all queries see all keys of an earlier part, and none of a later one.
+    end = size if causal and owner < rank else num_tokens
+    first = size if causal and owner > rank else 0
+    before = partial(count_before, size, world_size, zigzag)
+    one_document = [(slice(None), [num_tokens * world_size])]
+    for sequences, lengths in documents or one_document:
+        for start, stop in pairwise([0, *accumulate(lengths)]):
+            rows = slice(max(first, before(start, rank)), before(stop, rank))
+            cols = slice(before(start, owner), min(end, before(stop, owner)))
+            if rows.start < rows.stop and cols.start < cols.stop:
+                yield sequences, rows, cols, owner == rank and causal
+
+
+def count_before(size, world_size, zigzag, position, rank):
+    """Return how many tokens of the rank are before this position of the whole sequence."""
+    chunks = [rank]
+    if zigzag:
+        chunks.append(2 * world_size - 1 - rank)
+    return sum(min(max(0, position - chunk * size), size) for chunk in chunks)
+
+
+class RingAttention(torch.autograd.Function):
+    """Keeps only this rank's q, kv, output and lse. Backward passes the blocks around again.
+
+    The gradient of a block follows it around the ring, one exchange later. Each rank adds its part
+    to the sum that it receives. The last exchange brings the sum to the owner of the block, which
+    adds its own part. For rank 0 of 4:
+
+        step                         0       1       2        3
+        computes with                kv0     kv3     kv2      kv1
+        sends the gradient of                kv3     kv2      kv1
+        with the parts of ranks              0       3, 0     2, 3, 0
+    """
+
+    @staticmethod
+    def forward(ctx, q, kv, scale, options):
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        output = torch.zeros_like(q, dtype=dtype)
+        lse = torch.full_like(output[..., 0], -math.inf)
+        for block, tiles in blocks(kv, *options):
+            for sequences, rows, cols, is_diagonal in tiles:
+                q_rows = q[sequences, :, rows]
+                k, v = share_heads(block[:, sequences, :, cols], q)
+                # state, the seeds of dropout, may be those of any tile: dropout is left out.
+                tile_output, tile_lse, ctx.state = attend(q_rows, k, v, is_diagonal, scale)
+                merge(output[sequences, :, rows], lse[sequences, :, rows], tile_output, tile_lse)
+        output = output.to(q.dtype)
+        ctx.save_for_backward(q, kv, output, lse)
+        ctx.options = (scale, options)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        if torch.is_grad_enabled():  # under create_graph=True
+            raise RuntimeError(
+                "gradients of gradients are left out; use ulysses_attention with SDPBackend.MATH"
+            )
+        q, kv, output, lse = ctx.saved_tensors
+        scale, options = ctx.options
+        process_group = options[0]
+        grad_q = torch.zeros_like(q, dtype=lse.dtype)
+        own_grad = None
+        exchange = None
+        for block, tiles in blocks(kv, *options):  # again, in the same order
+            grad = torch.zeros_like(kv, dtype=lse.dtype)
+            for sequences, rows, cols, is_diagonal in tiles:
+                of_rows = [x[sequences, :, rows] for x in (grad_output, q, output, lse)]
+                k, v = share_heads(block[:, sequences, :, cols], q)
+                gradients = attend_backward(*of_rows, k, v, ctx.state, is_diagonal, scale)
+                grad_q[sequences, :, rows] += gradients[0]
+                grad_kv = torch.stack(gradients[1:])
+                of_heads = grad_kv.unflatten(2, (kv.shape[2], -1))  # those that share one of keys
+                grad[:, sequences, :, cols] = of_heads.sum(3, dtype=lse.dtype)
+            if own_grad is None:  # the first block is this rank's own
+                own_grad = grad
+                continue
+            if exchange:
+                grad += exchange.wait()
+            exchange = Exchange(grad, process_group)
+        if exchange:
+            own_grad += exchange.wait()
+        return grad_q, own_grad, None, None  # autograd rounds to the inputs' dtypes
+
+
+# --------------------------------------------------------------------------------------------------
+# 5. Ulysses: swap a part of the sequence for a part of the heads, and back.
 
 
 class AllToAll(torch.autograd.Function):
@@ -478,8 +485,7 @@ def ulysses_attention(
 
     `attention` gets whole sequences, and 1/N of the heads. The default is PyTorch's function.
     """
-    options = (causal, scale, process_group, zigzag, documents)
-    check_attention("ulysses_attention", q, k, v, *options)
+    check_attention("ulysses_attention", q, k, v, causal, scale, process_group, zigzag, documents)
     N = dist.get_world_size(process_group)
     K = k.shape[1]
     G = q.shape[1] // K  # heads of queries that share a head of keys
@@ -512,7 +518,7 @@ def each_document(attention, documents, *qkv, causal):
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. The library: join a sequence, and raise an error if ranks disagree.
+# 6. The library: join a sequence, and raise an error if ranks disagree.
 
 
 def join_sequence(x, dim=1, process_group=None, zigzag=True):
