@@ -200,6 +200,16 @@ def test_a_split_layer_names_the_ranks_with_other_values():
 
 
 @pool.on(2)
+def test_a_layer_with_two_names_is_split_once_by_either_name():
+    layer = nn.Linear(6, 12).double()
+    plain = nn.ModuleDict({"one": layer, "two": layer})
+    ours = split(plain, {"two": "column"})
+    x = randn((3, 6))
+    within(ours["one"](x), mine(layer(x), -1))
+    bitwise(tp.full_state_dict(ours), plain.state_dict())
+
+
+@pool.on(2)
 def test_evaluation_of_pytorchs_layer_does_not_take_shards_for_whole_weights():
     plain = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
     plain.double()
@@ -208,6 +218,21 @@ def test_evaluation_of_pytorchs_layer_does_not_take_shards_for_whole_weights():
     x = randn((2, 5, 8))
     with torch.no_grad():
         within(ours(x), plain(x))
+
+
+@pool.on(2)
+def test_evaluation_of_pytorchs_encoder_does_not_pass_nested_tensors_to_collectives():
+    plain_layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
+    plain = nn.TransformerEncoder(plain_layer, 1).double()
+    plain.eval()
+    plan = {"layers.*.linear1": "column", "layers.*.linear2": "row"}
+    ours = split(plain, plan)
+    x = randn((2, 5, 8))
+    is_padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad():
+        y = ours(x, src_key_padding_mask=is_padding)
+        expected = plain(x, src_key_padding_mask=is_padding)
+    within(y[~is_padding], expected[~is_padding])
 
 
 class OwnNorm(nn.Module):
