@@ -107,8 +107,19 @@ def test_the_page_begins_with_the_sums_of_what_lies_between_classes():
     number = sum(map(sum, rows))
     start = "".join(PAGE.splitlines()[:10])
     assert f"{number} claims about {len(rows)} implementations" in start
-    assert f"{holds} hold, {wrong} are wrong, {refuses} is refused" in start
+    refused = "is" if refuses == 1 else "are"
+    assert f"{holds} hold, {wrong} are wrong, {refuses} {refused} refused" in start
     assert f"{lacks} are lacking, and {not_offered} are not offered" in start
+
+
+def test_the_page_begins_with_what_holds_by_library():
+    start = "".join(PAGE.splitlines()[:10])
+    for library in {library for library, _, kind, _ in ROWS if kind in BETWEEN_CLASSES}:
+        rows = [row[3] for row in ROWS if row[0] == library and row[2] in BETWEEN_CLASSES]
+        holds = sum(counts[0] for counts in rows)
+        number = sum(map(sum, rows))
+        name = {"torch": "PyTorch", "deepspeed": "DeepSpeed"}.get(library, library)
+        assert f"{name} {holds} of {number}" in start
 
 
 def test_the_readme_has_the_sums_of_the_page():

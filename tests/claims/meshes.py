@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from shared import randn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from claims.registry import precision
 
@@ -121,3 +122,24 @@ def is_first(parameter, mesh):
     others = [name for name in mesh.mesh_dim_names if name != "pp" and name not in parameter.split]
     places = [place_along(mesh, name)[0] for name in others]
     return stage == parameter.stages[0] and not any(places)
+
+
+# ---- for adapters of libraries
+
+
+def group_along(mesh, names):
+    """The group of ranks that differ along some of these dimensions."""
+    names = [name for name in names if name in mesh.mesh_dim_names]
+    if not names:
+        return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return mesh.get_group(names[0]) if len(names) < mesh.ndim else dist.group.WORLD
+
+
+def as_dtensors(parameter, mesh):
+    """The parameter and its gradient. They share memory with the originals."""
+    cuts = [parameter.split.get(name) for name in mesh.mesh_dim_names]
+    placements = [Replicate() if cut is None else Shard(cut) for cut in cuts]
+    made = nn.Parameter(DTensor.from_local(parameter.data, mesh, placements, run_check=False))
+    if parameter.grad is not None:
+        made.grad = DTensor.from_local(parameter.grad, mesh, placements, run_check=False)
+    return made

@@ -113,7 +113,7 @@ add_kind(
 )
 
 
-def trains_as_one_device(make, how=None, cut=None, options=None, **kind):
+def trains_as_one_device(make, how=None, cut=None, options=None, micro=1, **kind):
     """Outputs, gradients and parameters, in three steps of SGD with momentum.
 
     `cut` is the dimension of the activations of which each rank has a part.
@@ -123,17 +123,9 @@ def trains_as_one_device(make, how=None, cut=None, options=None, **kind):
     ours = make(copy.deepcopy(plain), **(options or {}))
     run = how or call_it
     sgd = [torch.optim.SGD(block.parameters(), lr=0.1, momentum=0.9) for block in (ours, plain)]
-    for _ in range(3):
-        x = torch.randn(4, 6, 32, dtype=precision(), requires_grad=True)
-        weights = torch.rand(4, 6, 32, dtype=precision()) / 100
-        mine = part(x.detach(), cut).clone()
-        mine.requires_grad_()
-        y = local(run(ours, mine))
-        expected = plain(x)
-        (y**2 * part(weights, cut)).sum().backward()
-        (expected**2 * weights).sum().backward()
-        same(y, part(expected, cut), "output")
-        same(mine.grad, part(x.grad, cut), "gradient of the input")
+    for _ in range(STEPS):
+        for _ in range(micro):
+            forward_and_backward(ours, plain, run, cut)
         compare_gradients(ours, plain)
         for optimizer in sgd:
             optimizer.step()
@@ -143,6 +135,23 @@ def trains_as_one_device(make, how=None, cut=None, options=None, **kind):
         expected = like(weight, whole, name)
         same(local(weight), expected, f"{name} after three steps")
     compare_replicas(ours, plain)
+
+
+def forward_and_backward(ours, plain, run, cut):
+    x = torch.randn(4, 6, 32, dtype=precision(), requires_grad=True)
+    weights = torch.rand(4, 6, 32, dtype=precision()) / 100
+    mine = part(x.detach(), cut).clone()
+    mine.requires_grad_()
+    y = local(run(ours, mine))
+    expected = one_device(plain, x)
+    (y**2 * part(weights, cut)).sum().backward()
+    (expected**2 * weights).sum().backward()
+    same(y, part(expected, cut), "output")
+    same(mine.grad, part(x.grad, cut), "gradient of the input")
+
+
+def one_device(plain, x):
+    return plain(x)
 
 
 def compare_gradients(ours, plain):
@@ -190,6 +199,12 @@ def block(make):
 def norms_inside(make):
     """Norms of q and k see a rank's heads only, and have the gradients of all heads."""
     trains_as_one_device(make, kind="norms inside")
+
+
+@claim("tp-block", 2)
+def accumulation(make):
+    """Gradients of two micro-batches add up, and those of norms of q and k once."""
+    trains_as_one_device(make, kind="norms inside", micro=2)
 
 
 @claim("tp-block", 2)

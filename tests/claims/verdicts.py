@@ -102,7 +102,8 @@ def judge(kind, name, spec, worlds=None):
         return Verdict("not run", f"{MOST_HANGS} claims before it hung")
     first, *others = CLAIMS[kind, name].dtypes
     verdict, asks = _judge_in(first, possible, kind, name, spec)
-    if others and asks and verdict.outcome in ("fails", "raises", "refuses"):
+    # A rank dies if another one sends float32, and this one float64.
+    if others and asks and verdict.outcome in ("fails", "raises", "refuses", "dies"):
         second, _ = _judge_in(*others, possible, kind, name, spec)
         is_better = second.outcome == "holds" or HELD in second.why
         if is_better or verdict.outcome != "fails":

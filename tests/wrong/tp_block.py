@@ -26,6 +26,19 @@ def without_checks(block):
     return block
 
 
+def reduces_norms_again(block, process_group):
+    """At each backward, also what was reduced by the one before."""
+
+    def reduce(parameter):
+        dist.all_reduce(parameter.grad)
+
+    forgets_norms_inside(block, process_group)
+    for name in block._modules.keys() & {"q_norm", "k_norm"}:
+        norm = getattr(block, name)
+        norm.weight.register_post_accumulate_grad_hook(reduce)
+    return block
+
+
 class AddsItsBiasOnEveryRank(nn.Module):
     def __init__(self, row):
         super().__init__()
@@ -106,12 +119,20 @@ def seeds_each_rank(block, process_group):
 MISTAKES = {
     "tp-block": {
         "forgets_norms_inside": "norms_inside",
+        "reduces_norms_again": "accumulation",
         "adds_biases_on_every_rank": "block",
         "forgets_f": "block",
         "cuts_qkv_in_one_piece": "fused",
         "forgets_norms_between": "sequence_parallel",
         "same_masks_inside": "dropout_differs",
         "seeds_each_rank": "dropout_agrees",
+    },
+}
+CAUSES = {
+    "tp-block": {
+        "forgets_norms_inside": "norms_not_summed",
+        "adds_biases_on_every_rank": "biases_on_every_rank",
+        "forgets_f": "column_inputs_not_summed",
     },
 }
 RIGHT = {}
