@@ -92,10 +92,10 @@ def start_transfer(operation, tensor, peer, group):
     return dist.batch_isend_irecv([single])[0]  # a bare isend makes NCCL connect the two again
 
 
-def receive(like, peer, group):
+def receive(like, peer, group, device):
     received = torch.empty_like(like)
     start_transfer(dist.irecv, received, peer, group).wait()
-    return received
+    return received.to(device)
 
 
 def gpipe_step(stage, micro_batches, loss_fn, like, group=None):
@@ -104,7 +104,7 @@ def gpipe_step(stage, micro_batches, loss_fn, like, group=None):
     last = dist.get_world_size(group) - 1
     saved = []  # (input, output) of each micro-batch
     for inputs, target in micro_batches:
-        x = receive(like, rank - 1, group).to(target.device) if rank > 0 else inputs.detach()
+        x = receive(like, rank - 1, group, target.device) if rank > 0 else inputs.detach()
         y = stage(x.requires_grad_(rank > 0)).contiguous()
         if rank < last:
             start_transfer(dist.isend, y.detach().to(like), rank + 1, group).wait()
@@ -112,7 +112,7 @@ def gpipe_step(stage, micro_batches, loss_fn, like, group=None):
             y = loss_fn(y, target) / len(micro_batches)
         saved.append((x, y))
     for x, y in saved:
-        y.backward(receive(like, rank + 1, group).to(y) if rank < last else None)
+        y.backward(receive(like, rank + 1, group, y.device) if rank < last else None)
         if rank > 0:
             start_transfer(dist.isend, x.grad.to(like), rank - 1, group).wait()
     return torch.stack([y.detach() for _, y in saved]).sum() if rank == last else None
@@ -168,9 +168,10 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
             # W begins in the same column on all ranks. So each keeps p micro-batches, as rank 0 of
             # 1F1B does. On the last rank, W is furthest behind I, because all others wait for I.
             first_column = {"F": 0, "I": first_backward, "W": on_other_stages + p - 1}
+        stages = range(rank, p * v, p)
         rows = []
         for kind, first in first_column.items():
-            rows.append([None] * first + make_row(kind, range(rank, p * v, p), rounds))
+            rows.append([None] * first + make_row(kind, stages, rounds))
         columns = itertools.zip_longest(*rows)
         actions = [action for column in columns for action in column if action]
         if name == "naive":
@@ -248,14 +249,16 @@ class BasicPipeline(nn.Module):
         self.backward_context = backward_context
         self._group = process_group
         self._rank = dist.get_rank(process_group)
-        # a list of each rank's actions, and one of all actions, sorted by the time when they end
+        # Section 6: a list of each rank's actions, and one of all actions, sorted by the time when
+        # they end if transfers take no time.
         self.schedule, self._order = self._read_schedule(schedule, stages)
         ranks = enumerate(self.schedule)
         self._rank_of = {action.stage: rank for rank, actions in ranks for action in actions}
         self._last_stage = max(self._rank_of)
         self._own = self.schedule[self._rank]  # this rank's actions
         numbers = sorted({action.stage for action in self._own})
-        self.stages = nn.ModuleDict(zip(map(str, numbers), stages, strict=True))
+        names = map(str, numbers)
+        self.stages = nn.ModuleDict(zip(names, stages, strict=True))
         self._metadata = {}  # name of a message -> how to allocate its tensors
         self._sends = collections.deque()  # (message, works to wait for)
         # Gloo sends from the host's memory, NCCL from the GPU's.
@@ -289,7 +292,7 @@ class BasicPipeline(nn.Module):
             if destination not in (source, None):
                 self._transfer(name, message, source, destination)
         self._wait_for_sends(at_most=0)
-        self._backward_inputs(inputs)
+        self._backward_inputs(inputs)  # if they need gradients: section 5
         return torch.stack(self._losses).sum() if self._losses else None
 
     def _start(self, inputs, targets, num_items):
@@ -307,6 +310,7 @@ class BasicPipeline(nn.Module):
             for i, tensors in enumerate(zip(*chunks, strict=True)):
                 self._inbox[Action(0, "F", i)] = dict(enumerate(tensors)), []
         if str(self._last_stage) in self.stages:
+            (targets,) = as_tensors(targets)
             check_batch("targets", [targets], m)
             self._targets = targets.chunk(m)
 
@@ -356,7 +360,8 @@ class BasicPipeline(nn.Module):
         device = self._send_device
         # The next actions may change the tensors.
         copies = {index: detached(each, device, copy=True) for index, each in message.items()}
-        # All ranks come here, because in the first step the source broadcasts the metadata.
+        # How to allocate the tensors. In the first step, the source broadcasts this, so all ranks
+        # come here.
         metadata = self._share_metadata(name, copies, source)
         if source == self._rank:
             works = self._start_all(dist.isend, copies, destination)
@@ -383,6 +388,8 @@ class BasicPipeline(nn.Module):
             _, works = self._sends.popleft()
             for work in works:
                 work.wait()
+
+    # The next four hand on to sections 5 and 6.
 
     def _share_metadata(self, name, message, source):
         return share_metadata(self, name, message, source)
@@ -417,7 +424,7 @@ class Pipeline(BasicPipeline):
         with leave_weights_to_w(self._left_to_w.get((stage, i)), self._weights):
             return super().run(action, message)
 
-    def _backward(self, *arguments):
+    def _backward(self, *arguments):  # section 5: backward_context, and inputs that are not used
         return backward_with_options(self, super()._backward, *arguments)
 
 
@@ -529,12 +536,13 @@ def backward_inputs(inputs, parts):
 
     parts: micro-batch -> {index of an input: gradient}
     """
+    m = len(parts)
     gradients = {}  # index of an input -> gradient
     for i, part in parts.items():
         for index, gradient in part.items():
             zeros = torch.zeros_like(as_tensors(inputs)[index])  # if a micro-batch does not use it
             whole = gradients.setdefault(index, zeros)
-            whole.chunk(len(parts))[i].copy_(gradient)
+            whole.chunk(m)[i].copy_(gradient)
     roots = [as_tensors(inputs)[index] for index in gradients]
     torch.autograd.backward(roots, [*gradients.values()])
 
@@ -704,8 +712,9 @@ def schedule_to_csv(schedule, path):
 
 def schedule_from_csv(path):
     """Read what PyTorch's _dump_csv writes, in both of its formats."""
-    lines = Path(path).read_text().splitlines()
-    return [list(map(str, parse([line]))) for line in lines]
+    text = Path(path).read_text()
+    ranks = [parse([line]) for line in text.splitlines()]
+    return [list(map(str, actions)) for actions in ranks]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -742,7 +751,8 @@ def check_schedule(schedule):
                 raise ValueError(f"stage {stage} is on ranks {rank_of[stage]} and {rank}")
             kinds[stage, i] += kind
     m = len({i for _, i in kinds})
-    for stage, i in itertools.product(range(len(rank_of)), range(m)):
+    stages = range(len(rank_of))
+    for stage, i in itertools.product(stages, range(m)):
         if kinds[stage, i] not in ("FB", "FIW"):
             raise ValueError(
                 f"the schedule runs {kinds[stage, i] or 'nothing'} of stage {stage} for "
@@ -796,7 +806,6 @@ def check_tensors(tensors):
 
 
 def check_batch(name, tensors, number):
-    check_tensors(tensors)
     shapes = [tuple(tensor.shape) for tensor in tensors]
     found = [len(tensor.chunk(number)) for tensor in tensors]
     if name == "targets" and torch.is_grad_enabled() and any(x.grad_fn for x in tensors):

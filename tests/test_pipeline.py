@@ -551,6 +551,14 @@ def test_a_wrong_batch_or_loss_is_an_error(words):
 
 
 @pool.on(1)
+def test_targets_in_a_list_are_an_error():
+    ours = make_pipeline(nn.Linear(6, 6))
+    x, targets = make_batch(0, 8)
+    with pytest.raises(ValueError, match=r"targets .* not .*list"):
+        ours.step(x, [targets])
+
+
+@pool.on(1)
 def test_targets_with_a_graph_are_an_error_and_leaves_get_gradients():
     ours = make_pipeline(nn.Linear(6, 6), "1f1b", F.mse_loss)
     x, targets = make_batch(0, 8)
