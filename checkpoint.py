@@ -163,21 +163,15 @@ def overlap(a, b):
 # 3. Save: each rank writes a file. Rank 0 writes the index, and then the checkpoint is published.
 
 
-def save(directory, pieces, extra=None, process_group=None, background=False):
-    """Write a checkpoint into the shared `directory`. All ranks of `process_group` call this.
+def save_now(root, pieces, extra, process_group):
+    """Write a checkpoint into the directory `root`. save() of section 5 has the details."""
+    rank, mine, index = share_out(root, pieces, extra, process_group)
+    index["files"] = on_all_ranks(process_group, write, root / "tmp" / f"{rank}.bin", mine)
+    on_all_ranks(process_group, publish, root, rank, index)
 
-    `pieces` maps the name of each tensor to the part that this rank holds: a Piece, a list of
-    Pieces, or the whole tensor. Ranks that hold the same box must hold the same values. `extra` is
-    rank 0's: any nesting of dicts, lists, tuples, numbers, strings and tensors. If one rank fails,
-    for example because its disk is full, all raise its error. The last two checkpoints are kept.
 
-    With `background`, return a BackgroundSave as soon as the pieces are copied to host memory. A
-    thread then writes the copies. Its wait(), the next save(), and the end of the process wait for
-    it. The first two raise its errors.
-    """
-    root = Path(directory).absolute()
-    if root in unfinished:
-        unfinished[root].wait()
+def share_out(root, pieces, extra, process_group):
+    """Return this rank, the pieces that it writes, and the index without its "files"."""
     rank = dist.get_rank(process_group) if dist.is_initialized() else 0
     if rank == 0:
         shutil.rmtree(root / "tmp", ignore_errors=True)  # left by a save that was killed
@@ -191,12 +185,7 @@ def save(directory, pieces, extra=None, process_group=None, background=False):
     check_copies(pieces, holders, process_group)
     held = named_pieces(pieces)
     mine = [(name, piece) for name, piece in held if holders[name, piece.box][0] == rank]
-    index = {"wholes": wholes, "extra": pack(extra)}
-    if background:
-        return BackgroundSave(root, rank, len(descriptions), mine, index, process_group)
-    index["files"] = on_all_ranks(process_group, write, root / "tmp" / f"{rank}.bin", mine)
-    on_all_ranks(process_group, publish, root, rank, index)
-    return None
+    return rank, mine, {"wholes": wholes, "extra": pack(extra)}
 
 
 def on_all_ranks(process_group, function, *args):
@@ -292,63 +281,6 @@ def sync(*paths):
         os.close(descriptor)
 
 
-unfinished = {}  # {directory: its BackgroundSave}
-
-
-class BackgroundSave:
-    """A checkpoint that a thread writes. Threads use no collectives: training uses them meanwhile.
-
-    So each rank tells rank 0 by a note, a file, that its part is on the disk.
-    """
-
-    def __init__(self, root, rank, world_size, pieces, index, process_group):
-        self.root = root
-        self.process_group = process_group
-        copies = [(name, piece._replace(tensor=host_copy(piece.tensor))) for name, piece in pieces]
-        thread = ThreadPoolExecutor(1)  # the end of the process waits for it
-        self.result = thread.submit(self.save, rank, world_size, copies, index).result
-        unfinished[root] = self
-
-    def save(self, rank, world_size, pieces, index):
-        folder = self.root / "tmp"
-        note = folder / f"{rank}.tmp"
-        folder.mkdir(parents=True, exist_ok=True)
-        note.touch()  # while there is space for it
-        try:
-            boxes = write(folder / f"{rank}.bin", pieces)
-            note.write_text(json.dumps(boxes))
-        finally:
-            note.rename(folder / f"{rank}.json")
-        if rank == 0:
-            notes = [folder / f"{writer}.json" for writer in range(world_size)]
-            publish(self.root, rank, index | {"files": list(map(read_note, notes))})
-
-    def wait(self):
-        """Wait until the checkpoint is complete. All ranks call this. If one failed, all raise."""
-        unfinished.pop(self.root, None)
-        try:
-            on_all_ranks(self.process_group, self.result)
-        except Exception as error:
-            raise OSError(f"the checkpoint in {self.root} was not saved: {error}") from error
-
-
-def host_copy(tensor):
-    """Copy a tensor, because training overwrites it while the thread writes the copy."""
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return copy.copy_(tensor.detach())
-
-
-def read_note(path, patience=600):
-    """Wait for a rank's note, at most `patience` seconds. Return what its write() returned."""
-    deadline = time.monotonic() + patience
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    text = path.read_text()
-    if not text.endswith("}"):
-        raise OSError(f"rank {path.stem} could not write its part")
-    return json.loads(text)
-
-
 # --------------------------------------------------------------------------------------------------
 # 4. Load: each rank reads the boxes that overlap with its pieces.
 
@@ -411,7 +343,87 @@ def open_latest(directory):
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. The library: checks, state_dicts, and the pieces of a flattened tensor of ZeRO or FSDP.
+# 5. The library: saves in the background, checks, state_dicts, and the pieces of a flattened tensor
+#    of ZeRO or FSDP.
+
+
+def save(directory, pieces, extra=None, process_group=None, background=False):
+    """Write a checkpoint into the shared `directory`. All ranks of `process_group` call this.
+
+    `pieces` maps the name of each tensor to the part that this rank holds: a Piece, a list of
+    Pieces, or the whole tensor. Ranks that hold the same box must hold the same values. `extra` is
+    rank 0's: any nesting of dicts, lists, tuples, numbers, strings and tensors. If one rank fails,
+    for example because its disk is full, all raise its error. The last two checkpoints are kept.
+
+    With `background`, return a BackgroundSave as soon as the pieces are copied to host memory. A
+    thread then writes the copies. Its wait(), the next save(), and the end of the process wait for
+    it. The first two raise its errors.
+    """
+    root = Path(directory).absolute()
+    if root in unfinished:
+        unfinished[root].wait()
+    if background:
+        return BackgroundSave(root, pieces, extra, process_group)
+    return save_now(root, pieces, extra, process_group)
+
+
+unfinished = {}  # {directory: its BackgroundSave}
+
+
+class BackgroundSave:
+    """A checkpoint that a thread writes. Threads use no collectives: training uses them meanwhile.
+
+    So each rank tells rank 0 by a note, a file, that its part is on the disk.
+    """
+
+    def __init__(self, root, pieces, extra, process_group):
+        self.root = root
+        self.process_group = process_group
+        rank, mine, index = share_out(root, pieces, extra, process_group)
+        world_size = dist.get_world_size(process_group) if dist.is_initialized() else 1
+        copies = [(name, piece._replace(tensor=host_copy(piece.tensor))) for name, piece in mine]
+        thread = ThreadPoolExecutor(1)  # the end of the process waits for it
+        self.result = thread.submit(self.save, rank, world_size, copies, index).result
+        unfinished[root] = self
+
+    def save(self, rank, world_size, pieces, index):
+        folder = self.root / "tmp"
+        note = folder / f"{rank}.tmp"
+        folder.mkdir(parents=True, exist_ok=True)
+        note.touch()  # while there is space for it
+        try:
+            boxes = write(folder / f"{rank}.bin", pieces)
+            note.write_text(json.dumps(boxes))
+        finally:
+            note.rename(folder / f"{rank}.json")
+        if rank == 0:
+            notes = [folder / f"{writer}.json" for writer in range(world_size)]
+            publish(self.root, rank, index | {"files": list(map(read_note, notes))})
+
+    def wait(self):
+        """Wait until the checkpoint is complete. All ranks call this. If one failed, all raise."""
+        unfinished.pop(self.root, None)
+        try:
+            on_all_ranks(self.process_group, self.result)
+        except Exception as error:
+            raise OSError(f"the checkpoint in {self.root} was not saved: {error}") from error
+
+
+def host_copy(tensor):
+    """Copy a tensor, because training overwrites it while the thread writes the copy."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return copy.copy_(tensor.detach())
+
+
+def read_note(path, patience=600):
+    """Wait for a rank's note, at most `patience` seconds. Return what its write() returned."""
+    deadline = time.monotonic() + patience
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    text = path.read_text()
+    if not text.endswith("}"):
+        raise OSError(f"rank {path.stem} could not write its part")
+    return json.loads(text)
 
 
 def check_intact(path, is_intact):
