@@ -33,7 +33,7 @@ Cost: recording copies each tensor to host memory, which takes the bytes of all 
 three times those of the parameters for each step. compare reads tensor by tensor. A tensor costs
 some passes over its numbers for each layout that has its shape.
 
-Read section 1 for the idea (10 minutes), to section 5 for the technique (35), and the rest to use
+Read section 1 for the idea (10 minutes), to section 7 for the technique (35), and the rest to use
 it as a library (60).
 
 Run:      torchrun --nproc-per-node 2 compare.py     plants a mistake in a small model and finds it
@@ -54,7 +54,6 @@ import argparse
 import functools
 import itertools
 import math
-import operator
 import os
 import sys
 import tempfile
@@ -127,90 +126,153 @@ def first_difference(one, ranks, tolerance=1e-5):
 # --------------------------------------------------------------------------------------------------
 # 2. Record: hooks note tensors, and change nothing that the training computes.
 
-# A tensor is one of five kinds. They come in this order in a step.
+# A tensor is one of five kinds, which come in this order in a step. "start" and "value" are what
+# parameters and buffers hold at the beginning, and after a step.
 KINDS = ["start", "forward", "backward", "gradient", "value"]
 OF_PARAMETERS = {"start", "gradient", "value"}
-WRAPPERS = {"module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
 
 
-def renamed(name, rename=None):
-    """Drop the wrappers' parts of a name. The first rule of {old: new} that fits replaces a prefix.
+@contextmanager
+def record(directory, model, rename=None, state=None, noise=0):
+    """Record one or a few training steps of `model` in a file of this rank in `directory`.
 
-    `rename` may be a function, too.
+    `rename`: {prefix: what replaces it}, or a function, for the names of modules and parameters.
+    `state`: a function that returns whole parameters by name, for a model that has shards only.
+    `noise`: a seed. Then rounding errors are added; for a run on one device.
     """
-    name = ".".join(part for part in name.split(".") if part not in WRAPPERS)
-    if callable(rename):
-        return rename(name)
-    for old, new in (rename or {}).items():
-        if name.startswith(old) and name[len(old) : len(old) + 1] in ("", ".", "["):
-            return (new + name[len(old) :]).lstrip(".")
-    return name
-
-
-def copy_of(tensor):
-    """Return a dense copy in host memory. That of a DTensor is the part that this rank has."""
-    tensor = tensor.detach()
-    if hasattr(tensor, "to_local"):
-        tensor = tensor.to_local()
-    return tensor.to_dense().to("cpu", copy=True)
-
-
-class Shake(torch.autograd.Function):
-    """Multiply each number by 1 ± eps in forward, and its gradient in backward."""
-
-    @staticmethod
-    def forward(ctx, x, generator):
-        ctx.generator = generator
-        return x * Shake.factors(x, generator)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * Shake.factors(gradient, ctx.generator), None
-
-    @staticmethod
-    def factors(x, generator):
-        signs = 2 * torch.randint(2, x.shape, generator=generator) - 1
-        eps = torch.finfo(x.dtype).eps
-        return (1 + eps * signs.double()).to(x.device, x.dtype)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    path = Path(directory) / f"rank{rank}.pt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    recording = Recording(model, rename, state, noise)
+    handles = recording.add_hooks()
+    try:
+        recording.note_values("start")
+        yield recording
+        recording.finish()
+    finally:
+        for handle in handles:
+            handle.remove()
+    torch.save(recording.page(), path)
 
 
 class Recording:
-    """What `record` gives. `see(name, tensor)` notes a tensor that is no module's output."""
+    """What `record` gives. `see(name, tensor)` notes a tensor that is no module's output.
+
+    What runs in a step, in order of time:
+
+        before_forward    if the parameters have changed: begin_step, which first notes the values
+                          that the step before has left
+        on_output, see    each output, and each tensor that is shown; later, when backward reaches
+                          it, the gradient with respect to it
+        before_step       the parameters' gradients
+        after_step        with `state`: the values
+
+    A script may broadcast parameters after optimizer.step(), or write averages back. So values are
+    noted as late as possible.
+    """
 
     def __init__(self, model, rename, state, noise):
         self.model = model
         self.rename = rename
-        self.state = state or self.own_parameters
-        self.generator = None  # of the noise
-        if noise:
-            self.generator = torch.Generator().manual_seed(noise)
+        self.state = state
+        self.generator = torch.Generator().manual_seed(noise) if noise else None
         self.tensors = {}  # {(step, kind, name): {number of the call: tensor}}
         self.parents = {}  # {(step, name): names of the outputs that this one was computed from}
         self.step = 0
-        self.has_stepped = False  # the optimizer has. The next forward begins a new step
+        self.has_stepped = False  # an optimizer has, since this step began
+        self.ever_stepped = False
         self.depth = 0  # of steps of optimizers inside steps of optimizers
-        self.calls = Counter()  # {(step, name): calls of a module}
+        self.calls = Counter()  # {name: calls in this step}
         self.noted = {}  # {node of autograd: name of the output that it computed}, in this step
+        self.first_numbers = self.read_first_numbers()
 
-    def own_parameters(self):
-        return dict(self.model.named_parameters())
+    def add_hooks(self):
+        handles = [
+            optimizers.register_optimizer_step_pre_hook(self.before_step),
+            optimizers.register_optimizer_step_post_hook(self.after_step),
+        ]
+        # A list of stages is not called itself, but its members are.
+        is_list = type(self.model).forward is nn.Module.forward
+        for module in self.model.children() if is_list else [self.model]:
+            # It comes before hooks that gather parameters: then they are shards in each step.
+            hook = module.register_forward_pre_hook(self.before_forward, prepend=True)
+            handles.append(hook)
+        # Two modules may have one name if one wraps the other. The inner one comes later.
+        modules = {self.renamed(name): module for name, module in self.model.named_modules()}
+        for name, module in modules.items():
+            hook = functools.partial(self.on_output, name)
+            handles.append(module.register_forward_hook(hook))
+        return handles
+
+    def renamed(self, name):
+        return renamed(name, self.rename)
 
     def note(self, kind, name, tensor, call=0):
-        self.tensors.setdefault((self.step, kind, name), {})[call] = copy_of(tensor)
+        calls = self.tensors.setdefault((self.step, kind, name), {})
+        calls[call] = local(tensor).to_dense().to("cpu", copy=True)
 
-    def note_parameters(self, kind, named):
+    def note_all(self, kind, named):
         for name, tensor in named.items():
             # A sharded parameter may be freed. Then `state` knows its value.
-            if tensor is not None and tensor.numel():
-                self.note(kind, renamed(name, self.rename), tensor)
+            if tensor is not None and tensor.is_floating_point() and tensor.numel():
+                self.note(kind, self.renamed(name), tensor)
+
+    def note_values(self, kind):
+        parameters = self.state() if self.state else dict(self.model.named_parameters())
+        self.note_all(kind, parameters | dict(self.model.named_buffers()))
+
+    def read_first_numbers(self):
+        """Return a few numbers of each parameter, which tell whether a step was taken."""
+        if self.state:  # it knows what the parameters are, and they may be nothing
+            return []
+        tensors = [local(parameter) for parameter in self.model.parameters()]
+        return [(tensor.shape, tensor.flatten()[:8].tolist()) for tensor in tensors]
+
+    def before_forward(self, *_):
+        """The hook of the whole model's forward.
+
+        Parameters may change without a step of PyTorch's optimizers, such as on a rank that gets
+        them from others.
+        """
+        if is_recomputed():
+            return
+        pairs = zip(self.first_numbers, self.read_first_numbers(), strict=True)
+        # The shapes differ if only one is a shard.
+        is_changed = any(old[0] == new[0] and old[1] != new[1] for old, new in pairs)
+        if self.has_stepped or is_changed:
+            self.begin_step()
+
+    def begin_step(self):
+        if not self.state:
+            self.note_values("value")
+        self.step += 1
+        self.has_stepped = False
+        self.calls.clear()
+        self.noted.clear()  # it would keep the graph alive
+        self.first_numbers = self.read_first_numbers()
+
+    def on_output(self, name, module, args, output):
+        """The hook of a module's forward. The noise run replaces the output."""
+        if is_recomputed():
+            return output
+        leaves, structure = tree_flatten(output)
+        number = 0
+        for index, leaf in enumerate(leaves):
+            if not torch.is_tensor(leaf) or not leaf.is_floating_point():
+                continue
+            if self.generator and leaf.grad_fn not in self.noted:
+                leaves[index] = Shake.apply(leaf, self.generator)
+            self.see(f"{name}[{number}]" if number else name, leaves[index])
+            number += 1
+        return tree_unflatten(leaves, structure) if self.generator else output
 
     def see(self, name, tensor):
         """Note `tensor`, and the gradient with respect to it."""
         if self.has_stepped:
-            self.step += 1
-            self.has_stepped = False
-        call = self.calls[self.step, name]
-        self.calls[self.step, name] += 1
+            self.begin_step()
+        call = self.calls[name]
+        self.calls[name] += 1
         self.note("forward", name, tensor, call)
         node = tensor.grad_fn
         # A container returns the output of its last part. The gradient of a tensor is the total
@@ -225,63 +287,108 @@ class Recording:
 
     def inputs_of(self, node):
         """Return the noted outputs from which autograd's `node` was computed."""
-        names = []
+        names = {}
         seen = set()
         nodes = [node] if node else []
         while nodes:
             for parent, _ in nodes.pop().next_functions:
                 if parent in self.noted:
-                    names.append(self.noted[parent])
+                    names[self.noted[parent]] = True
                 elif parent is not None and parent not in seen:
                     seen.add(parent)
                     nodes.append(parent)
-        return list(dict.fromkeys(names))
-
-    def on_output(self, name, module, args, output):
-        """The hook of a module's forward. The noise run replaces the output."""
-        # A checkpoint calls modules again during backward.
-        if torch._C._current_graph_task_id() != -1:
-            return output
-        leaves, structure = tree_flatten(output)
-        number = 0
-        for index, leaf in enumerate(leaves):
-            if not torch.is_tensor(leaf) or not leaf.is_floating_point():
-                continue
-            if self.generator and leaf.grad_fn not in self.noted:
-                leaves[index] = Shake.apply(leaf, self.generator)
-            self.see(f"{name}[{number}]" if number else name, leaves[index])
-            number += 1
-        return tree_unflatten(leaves, structure) if self.generator else output
+        return list(names)
 
     def before_step(self, *_):
         """The hook of all optimizers: ours and others call another optimizer inside."""
         self.depth += 1
-        if self.depth == 1:
+        if self.depth == 1 and not self.has_stepped:
             self.note_gradients()
 
     def note_gradients(self):
-        if not any(step == self.step and kind == "gradient" for step, kind, _ in self.tensors):
-            gradients = {name: p.grad for name, p in self.own_parameters().items()}
-            self.note_parameters("gradient", gradients)
+        gradients = {name: parameter.grad for name, parameter in self.model.named_parameters()}
+        self.note_all("gradient", dict(reversed(gradients.items())))  # as backward goes
 
     def after_step(self, *_):
         self.depth -= 1
         if self.depth == 0:
-            self.note_parameters("value", self.state())  # those of a step's last optimizer remain
             self.has_stepped = True
-            self.noted.clear()  # it would keep the graph alive
+            self.ever_stepped = True
+            if self.state:  # it may communicate. Here all ranks are at the same place
+                self.note_values("value")
 
-    def save(self, path):
-        """Write lists, dicts and tensors, which torch.load reads with weights_only=True."""
+    def finish(self):
         if not self.has_stepped:
-            self.note_gradients()  # an optimizer that is not PyTorch's, or none
-            self.note_parameters("value", self.state())
-        calls = {
-            key: [by_call[n] for n in sorted(by_call)] for key, by_call in self.tensors.items()
+            self.note_gradients()  # the optimizer is not PyTorch's, or on another rank
+        if not self.state or not self.has_stepped:
+            self.note_values("value")
+
+    def page(self):
+        """Return lists, dicts and tensors, which torch.load reads with weights_only=True."""
+        tensors = {}
+        for key, by_call in self.tensors.items():
+            tensors[key] = [by_call[call] for call in sorted(by_call)]
+        classes = {}  # of the modules, and of those that buffers belong to
+        for name, module in self.model.named_modules():
+            for each in (name, *dict(module.named_buffers(name, recurse=False))):
+                classes[self.renamed(each)] = type(module).__name__
+        return {
+            "tensors": tensors,
+            "parents": self.parents,
+            "classes": classes,
+            "has_stepped": self.ever_stepped,
+            "random": random_parts(self.model),
         }
-        classes = {renamed(n, self.rename): type(m).__name__ for n, m in self.model.named_modules()}
-        page = {"tensors": calls, "parents": self.parents, "classes": classes}
-        torch.save(page | {"random": random_parts(self.model)}, path)
+
+
+WRAPPERS = {"module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
+
+
+def renamed(name, rename=None):
+    """Drop the wrappers' parts of a name. The first rule of {old: new} that fits replaces a prefix.
+
+    `rename` may be a function, too.
+    """
+    name = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    if callable(rename):
+        return rename(name)
+    for old, new in (rename or {}).items():
+        rest = name.removeprefix(old)
+        if name.startswith(old) and rest[:1] in ("", ".", "["):
+            return (new + rest).lstrip(".")
+    return name
+
+
+def local(tensor):
+    """Return the tensor without its history; of a DTensor, the part that this rank has."""
+    tensor = tensor.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def is_recomputed():
+    """A checkpoint calls modules again during backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Shake(torch.autograd.Function):
+    """Multiply each number by 1 ± eps in forward, and its gradient in backward."""
+
+    @staticmethod
+    def forward(ctx, x, generator):
+        ctx.generator = generator
+        return x * Shake.factors(x, generator)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        factors = Shake.factors(gradient, ctx.generator)
+        return gradient * factors, None
+
+    @staticmethod
+    def factors(x, generator):
+        ones = torch.randint(2, x.shape, generator=generator)
+        eps = torch.finfo(x.dtype).eps
+        factors = 1 + eps * (2 * ones - 1).double()
+        return factors.to(x.device, x.dtype)
 
 
 def random_parts(model):
@@ -290,284 +397,110 @@ def random_parts(model):
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             is_dropout = "dropout" in key or (key == "p" and "Dropout" in type(module).__name__)
-            is_on = module.training if is_dropout else key == "capacity_factor"
+            is_on = module.training if is_dropout else "capacity_factor" in key
             if is_on and isinstance(value, int | float) and value > 0:
                 found.append(f"{name}.{key} = {value}")
     return found
 
 
-@contextmanager
-def record(directory, model, rename=None, state=None, noise=0):
-    """Record one or a few training steps of `model` in a file of this rank in `directory`.
-
-    `rename`: {prefix: what replaces it}, or a function, for the names of modules and parameters.
-    `state`: a function that returns whole parameters by name, for a model that has shards only.
-    `noise`: a seed. Then rounding errors are added; for a run on one device.
-    """
-    recording = Recording(model, rename, state, noise)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    path = Path(directory) / f"rank{rank}.pt"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    # Two modules may have one name if one wraps the other. The inner one comes later.
-    modules = {renamed(name, rename): module for name, module in model.named_modules()}
-    before = optimizers.register_optimizer_step_pre_hook(recording.before_step)
-    after = optimizers.register_optimizer_step_post_hook(recording.after_step)
-    handles = [before, after]
-    for name, module in modules.items():
-        hook = functools.partial(recording.on_output, name)
-        handles.append(module.register_forward_hook(hook))
-    try:
-        recording.note_parameters("start", recording.state())
-        yield recording
-        recording.save(path)
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 # --------------------------------------------------------------------------------------------------
-# 3. Layouts: how the ranks' tensors make up the one device's. For each axis of the grid, one of
-#
-#        same      every rank has it            sum, mean   of what the ranks have
-#        cat d     joined in dimension d        flat        joined as vectors, the rest cut off
-#        parts d   joined in dimension d, after each rank's tensor was cut: first all first pieces,
-#                  then all second ones (q, k, v in one matrix; in a zigzag these backward)
-#
-#    Micro-batches are one more axis. `order d` is a layout after which dimension d is permuted.
-
-
-def in_pieces(group, dim, pieces, backward):
-    """Join first pieces, then second pieces, and so on."""
-    rows = [tensor.chunk(pieces, dim) for tensor in group]
-    joined = []
-    for index in range(pieces):
-        column = [row[index] for row in rows]
-        joined += column[::-1] if backward and index else column
-    return torch.cat(joined, dim)
-
-
-def flatten(group, shape):
-    """Join vectors, and cut off what only fills up the last ones."""
-    flat = torch.cat([tensor.reshape(-1) for tensor in group])
-    rest = flat.numel() - math.prod(shape)
-    if not 0 <= rest < max(len(group), group[0].numel()):
-        raise RuntimeError(f"{flat.numel()} numbers are not those of {shape}")
-    return flat[: math.prod(shape)].view(shape)
-
-
-def mean(group):
-    return sum(group) / len(group)
-
-
-CUTS = [(1, False), (2, False), (3, False), (2, True)]  # pieces of each rank; second ones backward
-
-
-def ways_to_join(group, whole, kind, sizes):
-    """Yield (how, function that joins the tensors along an axis). `sizes` of the other axes."""
-    shapes = {tensor.shape for tensor in group}
-    if len(shapes) == 1:
-        yield "same", operator.itemgetter(0)
-    is_replica = whole.numel() > 1 and all(torch.equal(group[0], each) for each in group)
-    if len(shapes) == 1 and not is_replica and kind not in ("start", "value"):
-        yield "sum", sum
-        if kind == "gradient" or whole.numel() == 1:
-            yield "mean", mean
-    for dim in range(min(group[0].dim(), whole.dim())):
-        # Parts may differ in this dimension alone.
-        others = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
-        lengths = [tensor.shape[dim] for tensor in group]
-        if len(others) > 1 or len(group) == 1 or sum(lengths) > whole.shape[dim]:
-            continue
-        for pieces, backward in CUTS:
-            if all(length % pieces == 0 for length in lengths):
-                how = "cat" if pieces == 1 else "parts"
-                options = {"dim": dim, "pieces": pieces, "backward": backward}
-                yield f"{how} {dim}", functools.partial(in_pieces, **options)
-    if kind in OF_PARAMETERS:
-        for shape in slices_of(whole.shape, sizes):
-            yield "flat", functools.partial(flatten, shape=shape)
-
-
-def slices_of(shape, sizes):
-    """Return `shape`, and the shapes of its slices if an axis of one of the sizes cuts it."""
-    slices = [shape]
-    for dim, length in enumerate(shape):
-        for size in sizes:
-            if size > 1 and length % size == 0:
-                slices.append(shape[:dim] + (length // size,) + shape[dim + 1 :])
-    return slices
-
-
-def groups_along(parts, number):
-    """Return {other coordinates: the tensors along axis `number`, in order}."""
-    groups = {}
-    for coordinates in sorted(parts):
-        others = coordinates[:number] + coordinates[number + 1 :]
-        groups.setdefault(others, []).append(parts[coordinates])
-    return groups
-
-
-def spread_of(groups):
-    """Return by how much tensors differ that should be the same."""
-    pairs = ((group[0], tensor) for group in groups.values() for tensor in group[1:])
-    return max((norm(difference(a, b)) for a, b in pairs), default=0.0)
-
-
-def joins(parts, axes, whole, kind):
-    """Yield (layout, tensor, spread) for each way to join `parts`, {coordinates: tensor}.
-
-    `axes` is {name: size}. A layout is {name of an axis: how}, the spread what "same" ignores.
-    """
-    if not axes:
-        yield {}, parts[()], 0.0
-        return
-    for number, axis in enumerate(axes):
-        groups = groups_along(parts, number)
-        others = {name: size for name, size in axes.items() if name != axis}
-        group = next(iter(groups.values()))
-        for how, join in ways_to_join(group, whole, kind, others.values()):
-            # The order of the axes matters only for parts that are put one after the other.
-            if number and how in ("same", "sum", "mean"):
-                continue
-            try:
-                joined = {rest: join(group) for rest, group in groups.items()}
-            except RuntimeError:  # the shapes of another group do not fit
-                continue
-            spread = spread_of(groups) if how == "same" else 0.0
-            for layout, tensor, more in joins(joined, others, whole, kind):
-                yield {axis: how} | layout, tensor, max(spread, more)
-
-
-def reordered(tensor, whole, dim):
-    """Return `tensor` with its slices along `dim` in the order of the nearest of whole's."""
-    length = whole.shape[dim]
-    rows = tensor.movedim(dim, 0).reshape(length, -1)
-    wanted = whole.movedim(dim, 0).reshape(length, -1)
-    if rows.shape[1] > 16:  # distances in a random projection cost less
-        generator = torch.Generator().manual_seed(0)
-        projection = torch.randn(rows.shape[1], 16, generator=generator, dtype=rows.dtype)
-        rows = rows @ projection
-        wanted = wanted @ projection
-    return tensor.index_select(dim, torch.cdist(wanted, rows).argmin(1))
-
-
-# --------------------------------------------------------------------------------------------------
-# 4. Rounding: which layout fits, and how well, in units of what the noise run has measured.
-
-LIMIT = 8.0  # units. Correct runs have errors of 1 or 2, and the smallest mistakes in bf16 of 20
-FEW = 16  # numbers, of which noise may move none by chance
-
-
-def difference(a, b):
-    change = a - b
-    if not change.sum().isfinite():
-        change.masked_fill_(a == b, 0.0)  # infinities, in masks
-    return change
-
-
-def norm(tensor):
-    return tensor.norm().item()
-
-
-class Fit(NamedTuple):
-    error: float  # in units of rounding
-    layout: dict  # {axis: how}
-    scale: float = 1.0  # of the ranks' tensor, over the one device's
-    tensor: torch.Tensor = None  # what the ranks' tensors make up
-    spread: float = 0.0  # between tensors that should be the same
-
-
-@dataclass
-class Problem:
-    """A tensor of the one device, what the ranks have of it, and what rounding may do to it."""
-
-    kind: str
-    whole: torch.Tensor  # of float64, as all others
-    parts: dict  # {coordinates on the grid: tensor}
-    axes: dict  # {name: size}
-    unit: float
-    size: float  # of what an error is a part of: for a value, the size of its update
-    factor: float = None  # of activations' gradients, or None if not known
-    may_be_permuted: bool = True
-
-    def fits(self):
-        """Yield a Fit for each way to join the parts, and one for each scale that fits better."""
-        factor = self.factor or 1.0
-        for layout, tensor, spread in joins(self.parts, self.axes, self.whole, self.kind):
-            if tensor.shape != self.whole.shape:
-                continue
-            fit = self.fit(layout, tensor, spread, factor)
-            yield fit
-            if fit.error > LIMIT and self.kind in ("backward", "gradient"):
-                scale = self.exact(self.scale_of(tensor))
-                if 0 < scale < math.inf:
-                    yield self.fit(layout, tensor, spread, scale)
-
-    def fit(self, layout, tensor, spread, scale):
-        error = norm(difference(tensor / scale, self.whole)) / self.unit
-        error = max(error, spread / scale / self.unit) if math.isfinite(error) else math.inf
-        return Fit(error, layout, scale, tensor, spread)
-
-    def scale_of(self, tensor):
-        """Return tensor / whole, in the direction of whole."""
-        square = self.whole.square().sum()
-        return ((tensor * self.whole).sum() / square).item() if square else 0.0
-
-    def exact(self, scale):
-        """Return a product of the sizes of axes, or a power of 2, if `scale` is near one."""
-        sizes = [2.0 ** round(math.log2(scale))] if 0 < scale < math.inf else []
-        for size in (1.0, *self.axes.values()):
-            sizes += [size, 1 / size, *(each * size for each in sizes)]
-        return next((size for size in sizes if abs(scale / size - 1) < 0.02), scale)
-
-    def best_fit(self):
-        """Return the best fit within rounding, or of all; None if none has the shape.
-
-        Of the fits within one unit, the first: what is zero but for rounding has every layout.
-        """
-        fits = []
-        for fit in self.fits():
-            fits.append(fit)
-            if fit.error <= 1 and fit.scale == (self.factor or 1.0):
-                break
-        if not fits:
-            return None
-        best = min(fits, key=self.rank_of)
-        if best.error > LIMIT and self.may_be_permuted:
-            best = min([best, *self.orders(fits)], key=self.rank_of)
-        return best
-
-    def rank_of(self, fit):
-        error = max(fit.error, 1.0)
-        is_scaled = fit.scale != (self.factor or 1.0)
-        return error > LIMIT, is_scaled, error
-
-    def orders(self, fits):
-        """Yield the fits after a permutation of one dimension."""
-        for fit in fits:
-            is_added = {"sum", "mean"} & set(fit.layout.values())
-            if is_added or fit.scale != (self.factor or 1.0):
-                continue
-            scales = {fit.scale}
-            if self.kind == "backward" and self.size:
-                scales.add(self.exact(norm(fit.tensor) / self.size))
-            for dim, scale in itertools.product(range(self.whole.dim()), scales):
-                if 1 < self.whole.shape[dim] <= 2048 and 0 < scale < math.inf:
-                    tensor = scale * reordered(fit.tensor / scale, self.whole, dim)
-                    layout = fit.layout | {"all": f"order {dim}"}
-                    yield self.fit(layout, tensor, fit.spread, scale)
-
-
-# --------------------------------------------------------------------------------------------------
-# 5. Compare: the origin is the first tensor that leaves rounding although all that it was computed
-#    from had not.
-
-MICRO = "micro-batches"
+# 3. Compare: each tensor of the one device is sought in the ranks' tensors, in order of execution.
 
 
 class CannotCompare(ValueError):
     """The runs do not say whether they agree. The text says what to change."""
+
+
+def compare(one, many, grid=None, noise=(), rename=None):
+    """Compare the recordings in the directories `one` and `many`. Return a Comparison.
+
+    `grid`: {axis: number of ranks} or "dp=2,tp=2"; neighbouring ranks differ in the last axis.
+    `noise`: directories of runs on one device with record(noise=…). `rename`: {old: new}.
+    """
+    noise = [noise] if isinstance(noise, str | Path) else noise
+    runs = Runs([one, many, *noise], grid, rename)
+    check_recordings(runs)
+    comparison = Comparison(runs)
+    check_noise(comparison)
+    check_is_alive(runs.one["tensors"])
+    check_is_comparable(comparison)
+    check_is_explained(comparison)
+    return comparison
+
+
+class Comparison:
+    """`results`, one for each tensor of the one device, and `origin`: a Result, or None."""
+
+    def __init__(self, runs):
+        self.runs = runs
+        self.rounding = Rounding(runs)
+        self.starts = {}  # {name of a parameter: its layout}
+        self.factors = {}  # {step: Fit of its first gradient of an activation}
+        self.results = [self.result_of(key) for key in runs.keys_in_order()]
+        self.origin = Trail(self).origin()
+
+    def result_of(self, key):
+        """Compare one tensor, or all that a module gave in a step, with what the ranks have."""
+        result = Result(*key)
+        one, parts, noises = self.runs.read(key)
+        check_is_a_number(key, one)
+        found = []  # (Fit, Sample): the worst for each way to pair calls
+        for samples in pairings(one, parts, noises, self.runs.axes):
+            fits = [self.best_fit(key, sample) for sample in samples]
+            if None not in fits:
+                found.append(max(zip(fits, samples, strict=True), key=error_of))
+        if found:
+            self.judge(result, *min(found, key=error_of))
+        is_lost = self.runs.has_gradients and result.kind == "gradient" and not parts
+        if is_lost and one[0].any():
+            result.state = "wrong"
+            result.note = "no rank has a gradient"
+        return result
+
+    def best_fit(self, key, sample):
+        step, sample.kind, name = key
+        self.rounding.measure(key, sample)
+        if sample.kind == "backward" and step in self.factors and sample.whole.numel() > 1:
+            sample.factor = self.factors[step].scale
+        is_free = sample.kind in ("start", "forward", "backward")
+        sample.may_be_permuted = is_free or "all" in self.starts.get(name, ())
+        if name in self.runs.one["classes"] and sample.kind in ("start", "value"):
+            sample.kind = "buffer"
+        return sample.best_fit()
+
+    def judge(self, result, fit, sample):
+        """Say what state the tensor is in, and why if it is wrong."""
+        ways = set(fit.layout.values())
+        is_one_number = sample.whole.numel() == 1
+        result.layout = ", ".join(f"{axis} {how}" for axis, how in fit.layout.items())
+        result.error = fit.error
+        result.scale = fit.scale
+        is_wrong = fit.error > LIMIT or (result.kind == "gradient" and fit.scale != 1.0)
+        if result.kind == "start":
+            self.starts[result.name] = fit.layout
+        if result.kind == "backward" and not is_one_number and not is_wrong:
+            result.scale /= self.factors.setdefault(result.step, fit).scale
+            is_wrong = exact(1.01 * fit.scale) != fit.scale
+        is_added = "all" in fit.layout or {"sum", "mean"} & ways
+        if {"cat 0", "order 0"} <= ways and result.kind in ("forward", "backward"):
+            is_added = False  # samples or tokens, of which each rank has others
+        if is_wrong:
+            is_of_batch = sample.kind == "buffer" and self.runs.is_of_batch(result.name)
+            result.state = "skipped" if is_of_batch else "wrong"
+            result.right_on = self.runs.ranks_at(sample.right_places())
+            result.note = diagnosis(result, fit, sample, self.runs)
+        elif result.scale != 1.0:
+            result.state = "scaled"
+            result.note = scale_in_words(result.scale, self.runs.axes)
+        elif is_added and ("sum" in ways or not is_one_number):
+            result.state = "unfinished"
+            result.note = unfinished_in_words(fit.layout)
+        else:
+            result.state = "right"
+
+
+def error_of(pair):
+    return pair[0].error
 
 
 @dataclass
@@ -581,345 +514,60 @@ class Result:
     note: str = ""
     state: str = "missing"  # or right, unfinished, scaled, wrong, skipped
     error: float = 0.0  # in units of rounding
-    share: float = 0.0  # the error over the size of the one device's tensor
     scale: float = 1.0  # of the ranks' tensor, over the one device's
+    right_on: list = ()  # the ranks that have the right one, if others have not
 
     @property
     def key(self):
         return self.step, self.kind, self.name
 
 
-def as_rows(tensor, others):
-    """Join the dimensions before the last: some models flatten batch and sequence."""
-    dims = {other.dim() for other in others} | {tensor.dim()}
-    return tensor.flatten(0, -2) if len(dims) > 1 and min(dims) > 1 else tensor
+class Runs:
+    """The files of the one device, of the ranks, and of the noise runs."""
 
+    def __init__(self, directories, grid, rename):
+        self.directories = directories
+        self.rename = rename
+        self.open()
+        self.axes = axes_of(grid) or {"ranks": len(self.ranks)}  # {name: size}
+        self.places = list(itertools.product(*map(range, self.axes.values())))  # of ranks
+        self.has_stepped = any(page["has_stepped"] for page in self.ranks)
+        keys = [key for page in self.ranks for key in page["tensors"]]
+        self.has_gradients = any(kind == "gradient" for _, kind, _ in keys)
 
-def is_flip(distance, whole):
-    """Return whether noise moves a few rows altogether: tokens that go to another expert."""
-    if whole.dim() < 2 or not whole.numel():
-        return False
-    moved = distance.norm(dim=-1) / whole.norm(dim=-1).clamp(min=1e-300)
-    return moved.max().item() > max(0.02, 100 * moved.median().item())
+    def open(self):
+        """Open the files anew: what has been read of one takes memory until it is closed."""
+        self.ones, self.ranks, *noises = [pages_of(d, self.rename) for d in self.directories]
+        self.one = self.ones[0] if self.ones else None
+        self.noises = [page for pages in noises for page in pages]
+        self.unread = 2**27  # bytes of one device, until the files are opened again
 
+    def keys_in_order(self):
+        return sorted(self.one["tensors"], key=lambda key: (key[0], KINDS.index(key[1])))
 
-def ranks_as_words(ranks):
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-def times(scale):
-    return f"1/{1 / scale:.4g} of" if scale < 1 else f"{scale:.4g} times"
-
-
-def unfinished_as_words(layout):
-    """Return what is missing, if nothing later does it."""
-    if "all" in layout:
-        dim = layout["all"].removeprefix("order ")
-        return f"the right numbers in another order along dimension {dim}"
-    axes = " and ".join(axis for axis, how in layout.items() if how in ("sum", "mean"))
-    if "mean" in layout.values():
-        return f"each rank has the gradient of its own batch: average it over the {axes} ranks"
-    return f"the sum over the {axes} ranks is right: an all-reduce is missing"
-
-
-class Comparison:
-    """`results`, one for each tensor of the one device, and `origin`: a Result, or None."""
-
-    def __init__(self, load, axes):
-        self.load = load  # function that opens the files of the one device, the ranks and the noise
-        self.axes = axes
-        self.places = list(itertools.product(*map(range, axes.values())))  # of ranks on the grid
-        self.starts = {}  # {name of a parameter: its layout}
-        self.values = {}  # {name of a parameter: key of its last value}
-        self.loose = {}  # {name of a parameter: where its gradient has been only rounding}
-        self.factors = {}  # {step: Result that says by what the activations' gradients are scaled}
-        self.flips = []  # tensors of which rounding changes a few rows altogether
-        self.results = []
-        self.open_files()
-        self.kinds = {kind for page in self.ranks for _, kind, _ in page["tensors"]}
-        tensors = self.one["tensors"].items()
-        epsilons = [
-            torch.finfo(calls[0].dtype).eps for key, calls in tensors if key[1] == "forward"
-        ]
-        self.coarsest = max(epsilons, default=0.0)
-        for key in self.keys():
-            self.results.append(self.result_of(key))
-            self.unread -= sum(tensor.nbytes for tensor in self.one["tensors"][key])
-            if self.unread < 0:
-                self.open_files()
-        self.by_key = {result.key: result for result in self.results}
-        self.origin = self.find_origin()
-
-    def open_files(self):
-        """Open them anew: what has been read of a file takes memory until it is closed."""
-        (self.one,), self.ranks, self.noises = self.load()
-        self.unread = 2**27  # bytes of one device
-
-    def keys(self):
-        """Return the keys in order of execution: gradients of the last parameters come first."""
-        numbers = {key: number for number, key in enumerate(self.one["tensors"])}
-        signs = {"gradient": -1}
-
-        def place(key):
-            return key[0], KINDS.index(key[1]), signs.get(key[1], 1) * numbers[key]
-
-        return sorted(numbers, key=place)
-
-    def result_of(self, key):
-        """Compare one tensor, or all that a module gave in a step, with what the ranks have."""
-        step, kind, name = key
-        result = Result(step, kind, name)
-        found = [page["tensors"].get(key) for page in self.ranks]
-        parts = {place: calls for place, calls in zip(self.places, found, strict=True) if calls}
-        pairs = []  # the worst (Problem, Fit) for each way to pair calls
-        for problems in self.problems(key, parts) if parts else ():
-            fits = [problem.best_fit() for problem in problems]
-            if None not in fits:
-                worst = max(range(len(fits)), key=lambda index: fits[index].error)
-                pairs.append((problems[worst], fits[worst]))
-        if pairs:
-            self.judge(result, *min(pairs, key=lambda pair: pair[1].error))
-        # Sharded optimizers have no .grad at all.
-        is_lost = kind == "gradient" and not parts and kind in self.kinds
-        if is_lost and self.one["tensors"][key][0].any():
-            result.state = "wrong"
-            result.note = "no rank has a gradient"
-        if kind in ("start", "value"):
-            self.values[name] = key
-        return result
-
-    def problems(self, key, parts):
-        """Yield the ways to pair calls: one by one, or all together, which are micro-batches."""
+    def read(self, key):
+        """Return the calls of the one device, {place: calls} of ranks, and those of noise runs."""
         one = self.one["tensors"][key]
+        self.unread -= sum(tensor.nbytes for tensor in one)
+        if self.unread < 0:
+            self.open()
+        parts = {}
+        for place, page in zip(self.places, self.ranks, strict=True):
+            # A rank that only receives parameters has a gradient that nobody uses.
+            is_unused = key[1] == "gradient" and self.has_stepped > page["has_stepped"]
+            if key in page["tensors"] and not is_unused:
+                parts[place] = page["tensors"][key]
         noises = [page["tensors"].get(key, ()) for page in self.noises]
-        noises = [calls for calls in noises if len(calls) == len(one)]
-        counts = {len(calls) for calls in (one, *parts.values())}
-        if len(counts) == 1:
-            problems = []
-            for call, whole in enumerate(one):
-                of_call = {place: calls[call] for place, calls in parts.items()}
-                of_noise = [calls[call] for calls in noises]
-                problems.append(self.problem(key, whole, of_call, of_noise, self.axes))
-            yield problems
-        if counts == {1} or len({tensor.shape[1:] for tensor in one}) > 1:
-            return
-        all_calls = {}  # {(*place, number of the call): tensor}
-        for place, calls in parts.items():
-            all_calls |= {(*place, call): tensor for call, tensor in enumerate(calls)}
-        axes = self.axes | {MICRO: max(map(len, parts.values()))}
-        for join in (torch.cat,) if one[0].dim() else (sum, mean):
-            yield [self.problem(key, join(one), all_calls, list(map(join, noises)), axes)]
-
-    def problem(self, key, whole, parts, noises, axes):
-        step, kind, name = key
-        before = self.values.get(name) if kind == "value" else None
-        before = before and self.one["tensors"][before][0].double()
-        eps = max(torch.finfo(t.dtype).eps for t in (whole, *parts.values()))
-        whole, *noises = (tensor.double() for tensor in (whole, *noises))
-        finite = whole.masked_fill(whole.isinf(), 0.0)
-        size = norm(finite) if before is None else norm(whole - before)
-        unit = self.noise_of(key, whole, noises) + eps * size * (kind != "start")
-        if kind in ("start", "value") and whole.numel():
-            unit += eps * finite.abs().max().item()  # one number may be rounded otherwise
-        if whole.numel() < FEW:
-            unit += self.coarsest * size / 8
-        if before is not None:
-            unit += self.loose_part(step, name, whole - before)
-        factor = self.factors.get(step) if kind == "backward" else None
-        scale = factor.scale if factor and whole.numel() > 1 else None
-        rows = as_rows(whole, parts.values())
-        parts = {place: as_rows(tensor.double(), [rows]) for place, tensor in parts.items()}
-        is_permuted = "all" in self.starts.get(name, {})
-        may_be = whole.dim() > 0 and (kind in ("start", "forward", "backward") or is_permuted)
-        return Problem(kind, rows, parts, axes, unit or 1e-300, size, scale, may_be)
-
-    def noise_of(self, key, whole, noises):
-        """Return how far the noise runs have moved a tensor."""
-        moved = [noise for noise in noises if noise.shape == whole.shape]
-        distances = [difference(noise, whole) for noise in moved]
-        if key[1] == "forward":
-            is_lost = len(moved) < len(noises)
-            if is_lost or any(is_flip(distance, whole) for distance in distances):
-                self.flips.append(key)
-        return max(map(norm, distances), default=0.0)
-
-    def loose_part(self, step, name, update):
-        """Return the size of the update where the gradient is nothing but rounding.
-
-        Adam takes a whole step in the direction of its sign. It does so in later steps, too.
-        """
-        key = (step, "gradient", name)
-        if key not in self.one["tensors"]:
-            return 0.0
-        gradient, *noises = (page["tensors"][key][0].double() for page in [self.one, *self.noises])
-        noise = self.noise_of(key, gradient, noises) + self.coarsest / 8 * norm(gradient)
-        is_loose = gradient.abs() <= 2 * noise / math.sqrt(gradient.numel())
-        self.loose[name] = is_loose | self.loose.get(name, False)
-        return 2 * norm(update[self.loose[name]]) / LIMIT  # a wrong sign is twice the update
-
-    def judge(self, result, problem, fit):
-        """Say what state the tensor is in, and why if it is wrong."""
-        ways = set(fit.layout.values())
-        if result.kind == "start":
-            self.starts[result.name] = fit.layout
-        result.layout = ", ".join(f"{axis} {how}" for axis, how in fit.layout.items())
-        result.error = fit.error
-        result.scale = fit.scale
-        result.share = fit.error * problem.unit / problem.size if problem.size else math.inf
-        is_wrong = fit.error > LIMIT or (result.kind == "gradient" and fit.scale != 1.0)
-        relative = 1.0  # as the experts' gradients may not be, until they are averaged
-        if result.kind == "backward" and problem.whole.numel() > 1 and not is_wrong:
-            relative = fit.scale / self.factors.setdefault(result.step, result).scale
-            is_wrong = problem.exact(fit.scale * 1.01) != fit.scale
-        is_added = "all" in fit.layout or {"sum", "mean"} & ways
-        if {"cat 0", "order 0"} <= ways and result.kind not in OF_PARAMETERS:
-            is_added = False  # samples or tokens, of which each rank has others
-        if is_wrong:
-            result.state = "wrong"
-            result.note = self.diagnosis(result, problem, fit)
-        elif relative != 1.0:
-            result.state = "scaled"
-            result.note = self.scale_as_words(relative)
-        elif is_added and (problem.whole.numel() > 1 or "sum" in ways):
-            result.state = "unfinished"
-            result.note = unfinished_as_words(fit.layout)
-        else:
-            result.state = "right"
-
-    def diagnosis(self, result, problem, fit):
-        """Return in words how the tensor is wrong, with the evidence."""
-        factor = problem.factor or 1.0
-        if bad := [place for place, tensor in problem.parts.items() if tensor.isnan().any()]:
-            return f"NaN on {self.ranks_at(bad)}"
-        if problem.whole.isfinite().all() and not fit.tensor.isfinite().all():
-            return "infinite numbers"
-        if fit.error <= LIMIT:
-            return self.scale_as_words(fit.scale / factor)
-        right = []
-        for place, tensor in problem.parts.items():
-            is_whole = tensor.shape == problem.whole.shape
-            if is_whole and problem.fit({}, tensor, 0.0, factor).error <= LIMIT:
-                right.append(place)
-        if right:
-            return f"right on {self.ranks_at(right)} only"
-        of = "update" if result.kind == "value" else "size"
-        return f"wrong by {result.share:.2g} of its {of}"
+        return one, parts, [calls for calls in noises if len(calls) == len(one)]
 
     def ranks_at(self, places):
-        """`places` may have the number of a micro-batch as well."""
-        ranks = {self.places.index(place[: len(self.axes)]) for place in places}
-        return ranks_as_words(sorted(ranks))
+        """Return the ranks at places, which may have the number of a micro-batch as well."""
+        return sorted({self.places.index(place[: len(self.axes)]) for place in places})
 
-    def scale_as_words(self, scale):
-        words = f"{times(scale)} the right one"
-        for axis, size in self.axes.items():
-            if scale == size > 1:
-                return f"{words}: not divided by the {size} {axis} ranks"
-            if scale * size == 1 < size:
-                return f"{words}: divided by the {size} {axis} ranks once too often"
-        return words
-
-    def find_origin(self):
-        """Return the first result that is wrong, or what it follows from and was not finished."""
-        late = self.left_out()
-        for result in self.results:
-            if late and result.step >= late.step:
-                return late
-            is_scaled = result.state == "scaled" and not self.is_put_right(result)
-            if result.state == "wrong" or is_scaled:
-                result.state = "wrong"
-                origin = self.loss_before(result) or result
-                while earlier := self.unfinished_before(origin):
-                    origin = earlier
-                return origin
-        return None
-
-    def left_out(self):
-        """Return a Result for the first step in which some ranks take no step; or None.
-
-        Such a rank seems to call its modules twice: a step ends when the optimizer has stepped.
-        """
-        lasts = [max(step for step, _, _ in page["tensors"]) for page in (self.one, *self.ranks)]
-        late = [rank for rank, last in enumerate(lasts[1:]) if last < lasts[0]]
-        for key in self.keys() if late else ():
-            counts = {len(page["tensors"][key]) for page in self.ranks if key in page["tensors"]}
-            if key[1] == "forward" and len(counts) > 1:
-                name = next(iter(self.starts))
-                note = f"{ranks_as_words(late)} took no step of the optimizer"
-                return Result(key[0], "value", name, "", note, "wrong")
-        return None
-
-    def of(self, step, kind, names):
-        found = [self.by_key.get((step, kind, name)) for name in names]
-        return [result for result in found if result]
-
-    def is_put_right(self, scaled):
-        """Return whether backward goes on with gradients of the right scale."""
-        names = self.one["parents"].get((scaled.step, scaled.name), ())
-        for result in self.of(scaled.step, "backward", names):
-            if result.state == "right" or (result.state == "scaled" and self.is_put_right(result)):
-                return True
-        return False
-
-    def unfinished_before(self, result):
-        """Return an unfinished result from which this one was computed, or None."""
-        step, kind, name = result.key
-        parents = self.one["parents"]
-        children = [n for (s, n), names in parents.items() if s == step and name in names]
-        owner = name.rpartition(".")[0]
-        sources = {
-            "start": [],
-            "forward": self.of(step, kind, parents.get((step, name), ())),
-            "backward": self.of(step, kind, children),
-            "gradient": self.of(step, "backward", [owner]),
-            "value": self.of(step, "gradient", [name]),
-        }
-        found = [each for each in sources[kind] if each.key != result.key]
-        if kind == "gradient" and result.state == "unfinished":
-            # Each rank's part of a sum is right, unless its own source was to be added up.
-            found = [each for each in found if each.layout == result.layout]
-        return next((each for each in found if each.state == "unfinished"), None)
-
-    def loss_before(self, result):
-        """Return a Result for the loss, if it scales all gradients and what they come from."""
-        factor = self.factors.get(result.step)
-        if result.kind != "gradient" or factor is None or result.error > LIMIT:
-            return None
-        of_step = [each for each in self.results if each.step == result.step]
-        gradients = [each for each in of_step if each.kind == "gradient"]
-        scaled = [each for each in gradients if each.scale == result.scale]
-        # If each rank has the mean over its part of the batch, gradients are scaled so.
-        expected = [1.0]
-        for axis, size in self.axes.items():
-            expected += [each * size for each in expected if f"{axis} " in factor.layout]
-        # A few gradients are zero but for rounding, and so are right with every scale.
-        if len(scaled) < 0.8 * len(gradients) or factor.scale in expected:
-            return None
-        name = [each.name for each in of_step if each.kind == "forward"][-1]
-        words = f"{times(result.scale)} the right ones"
-        note = f"all gradients are {words}, from the loss on: divide it by {result.scale:.4g}"
-        return Result(result.step, "backward", name, factor.layout, note, "wrong")
-
-
-def compare(one, many, grid=None, noise=(), rename=None):
-    """Compare the recordings in the directories `one` and `many`. Return a Comparison.
-
-    `grid`: {axis: number of ranks} or "dp=2,tp=2"; neighbouring ranks differ in the last axis.
-    `noise`: directories of runs on one device with record(noise=…). `rename`: {old: new}.
-    """
-    noise = [noise] if isinstance(noise, str | Path) else noise
-
-    def load():
-        noises = [page for directory in noise for page in pages_of(directory, rename)]
-        return pages_of(one, rename), pages_of(many, rename), noises
-
-    axes = axes_of(grid) or {"ranks": len(pages_of(many, rename))}
-    check_recordings(*load(), axes)
-    comparison = Comparison(load, axes)
-    check_is_alive(comparison)
-    check_is_comparable(comparison)
-    check_is_explained(comparison)
-    return comparison
+    def is_of_batch(self, buffer):
+        """Return whether each rank has, in this buffer, the statistics of its own batch."""
+        owners = {page["classes"].get(buffer, "") for page in self.ranks}
+        return any(owner.startswith("BatchNorm") for owner in owners)
 
 
 def pages_of(directory, rename):
@@ -933,43 +581,532 @@ def pages_of(directory, rename):
         parents = {}
         for (step, name), names in page["parents"].items():
             parents[step, renamed(name, rename)] = [renamed(each, rename) for each in names]
-        pages.append(page | {"tensors": tensors, "parents": parents})
+        classes = {renamed(name, rename): each for name, each in page["classes"].items()}
+        pages.append(page | {"tensors": tensors, "parents": parents, "classes": classes})
     return pages
 
 
 def axes_of(grid):
     """Return {axis: number of ranks} of a grid such as "dp=2,tp=2"."""
     if isinstance(grid, str):
-        grid = dict(word.split("=") for word in grid.replace(" ", "").split(","))
+        words = grid.replace(" ", "").split(",")
+        grid = dict(word.split("=") for word in words)
     return {axis: int(size) for axis, size in (grid or {}).items()}
 
 
+MICRO = "micro-batches"  # the name of their axis
+
+
+def pairings(one, parts, noises, axes):
+    """Yield the ways to pair a module's calls, as lists of Samples.
+
+    Call by call, or all calls together: then micro-batches are one more axis.
+    """
+    counts = {len(calls) for calls in (one, *parts.values())}
+    if len(counts) == 1 and parts:
+        samples = []
+        for call, whole in enumerate(one):
+            of_call = {place: calls[call] for place, calls in parts.items()}
+            samples.append(Sample(whole, of_call, [calls[call] for calls in noises], axes))
+        yield samples
+    if counts == {1} or not parts or len({tensor.shape[1:] for tensor in one}) > 1:
+        return
+    all_calls = {}  # {(*place, number of the call): tensor}
+    for place, calls in parts.items():
+        for call, tensor in enumerate(calls):
+            all_calls[(*place, call)] = tensor
+    axes = axes | {MICRO: max(map(len, parts.values()))}
+    for join in (torch.cat,) if one[0].dim() else (sum, mean):
+        yield [Sample(join(one), all_calls, list(map(join, noises)), axes)]
+
+
+def mean(tensors):
+    return sum(tensors) / len(tensors)
+
+
 # --------------------------------------------------------------------------------------------------
-# 6. The library: refusals.
+# 4. Rounding: how far a tensor may be off, as the noise runs have measured it.
+
+LIMIT = 8.0  # units. Correct runs have errors of 1 or 2, and the smallest mistakes in bf16 of 20
+FEW = 16  # numbers, of which noise may move none by chance
 
 
-def check_recordings(ones, ranks, noises, axes):
-    if not ones or not ranks:
+class Rounding:
+    def __init__(self, runs):
+        self.runs = runs
+        self.shares = []  # how far noise moves the outputs of the first step, over their size
+        self.flips = []  # keys of outputs of which noise moves a few rows altogether
+        self.loose = {}  # {name of a parameter: where its gradient has been only rounding}
+        tensors = runs.one["tensors"].items()
+        outputs = [calls[0].dtype for (_, kind, _), calls in tensors if kind == "forward"]
+        self.coarsest = max((torch.finfo(dtype).eps for dtype in outputs), default=0.0)
+
+    def measure(self, key, sample):
+        """Set the sample's unit of rounding, and the size that an error is a part of."""
+        step, kind, name = key
+        dtypes = {tensor.dtype for tensor in (sample.whole, *sample.parts.values())}
+        eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+        whole = sample.whole.double()
+        finite = whole.masked_fill(whole.isinf(), 0.0)
+        update = None
+        if kind == "value":
+            tensors = self.runs.one["tensors"]
+            before = tensors.get((step - 1, kind, name)) or tensors[0, "start", name]
+            update = whole - before[0].double()
+        sample.size = norm(finite if update is None else update)
+        moved = self.noise_of(key, whole, sample.noises)
+        unit = moved + eps * sample.size
+        if kind in ("start", "value"):
+            unit += eps * finite.abs().max().item()  # one number may be rounded otherwise
+        if whole.numel() < FEW:
+            unit += self.coarsest * sample.size / 8
+        if kind == "value":
+            unit += self.loose_part(step, name, update)
+        if kind == "forward":
+            self.shares += [moved / (sample.size or 1.0)] * (step == 0)
+        sample.unit = unit or 1e-300
+
+    def noise_of(self, key, whole, noises):
+        """Return how far the noise runs have moved a tensor."""
+        moved = [noise.double() for noise in noises if noise.shape == whole.shape]
+        distances = [difference(noise, whole) for noise in moved]
+        if key[1] == "forward":
+            is_lost = len(moved) < len(noises)
+            if is_lost or any(is_flip(distance, whole) for distance in distances):
+                self.flips.append(key)
+        return max(map(norm, distances), default=0.0)
+
+    def loose_part(self, step, name, update):
+        """Return the size of the update where the gradient is nothing but rounding.
+
+        Adam takes a whole step in the direction of its sign. It does so in later steps, too.
+        """
+        key = (step, "gradient", name)
+        if key not in self.runs.one["tensors"]:
+            return 0.0
+        one, _, noises = self.runs.read(key)
+        gradient = one[0].double()
+        noise = self.noise_of(key, gradient, [calls[0] for calls in noises])
+        noise += self.coarsest / 8 * norm(gradient)
+        is_loose = gradient.abs() <= 2 * noise / math.sqrt(gradient.numel())
+        self.loose[name] = is_loose | self.loose.get(name, False)
+        return 2 * norm(update[self.loose[name]]) / LIMIT  # a wrong sign is twice the update
+
+
+def difference(a, b):
+    change = a - b
+    if not change.sum().isfinite():
+        change.masked_fill_(a == b, 0.0)  # infinities, in masks
+    return change
+
+
+def norm(tensor):
+    return tensor.norm().item()
+
+
+def is_flip(distance, whole):
+    """Return whether noise moves a few rows altogether: tokens that go to another expert."""
+    if whole.dim() < 2 or not whole.numel():
+        return False
+    sizes = whole.norm(dim=-1).clamp(min=1e-300)
+    moved = distance.norm(dim=-1) / sizes
+    return moved.max().item() > max(0.02, 100 * moved.median().item())
+
+
+# --------------------------------------------------------------------------------------------------
+# 5. Layouts: how the ranks' tensors make up the one device's. For each axis of the grid, one of
+#
+#        same      every rank has it            sum, mean   of what the ranks have
+#        cat d     joined in dimension d        flat        joined as vectors, the rest cut off
+#        parts d   joined in dimension d, after each rank's tensor was cut: first all first pieces,
+#                  then all second ones (q, k, v in one matrix; in a zigzag these backward)
+#
+#    `order d` is a layout after which dimension d is permuted.
+
+
+class Fit(NamedTuple):
+    error: float  # in units of rounding
+    layout: dict  # {axis: how}
+    scale: float  # of the ranks' tensor, over the one device's
+    tensor: torch.Tensor  # what the ranks' tensors make up
+
+
+@dataclass
+class Sample:
+    """A tensor of the one device, and what the ranks and the noise runs have of it."""
+
+    whole: torch.Tensor
+    parts: dict  # {coordinates on the grid: tensor}
+    noises: list
+    axes: dict  # {name: size}
+    kind: str = ""  # one of KINDS, or "buffer"
+    unit: float = 0.0  # of rounding
+    size: float = 0.0  # of what an error is a part of: for a value, the size of its update
+    factor: float = 1.0  # of activations' gradients in this step
+    may_be_permuted: bool = False
+
+    def best_fit(self):
+        """Return the best fit within rounding, or of all; None if none has the shape.
+
+        Of the fits within one unit, the first: what is zero but for rounding has every layout.
+        """
+        self.align()
+        fits = []
+        for fit in self.fits():
+            fits.append(fit)
+            if fit.error <= 1 and fit.scale == self.factor:
+                return fit
+        best = min(fits, key=self.rank_of, default=None)
+        if best and best.error > LIMIT and self.may_be_permuted:
+            orders = [fit for fit in self.orders(fits) if fit.error <= LIMIT]
+            best = min(orders, key=self.rank_of, default=best)
+        return best
+
+    def rank_of(self, fit):
+        error = max(fit.error, 1.0)
+        return error > LIMIT, fit.scale != self.factor, error
+
+    def align(self):
+        """Join the dimensions before the last if some models flatten batch and sequence."""
+        dims = {tensor.dim() for tensor in (self.whole, *self.parts.values())}
+        last = -2 if len(dims) > 1 and min(dims) > 1 else 0  # of the dimensions to join
+        self.whole = self.whole.double().flatten(0, last)
+        for place, tensor in self.parts.items():
+            self.parts[place] = tensor.double().flatten(0, last)
+
+    def fits(self):
+        """Yield a Fit for each way to join the parts, and one for each scale that fits better."""
+        for layout, tensor in joins(self.parts, self.axes, self.whole, self.kind):
+            if tensor.shape != self.whole.shape:
+                continue
+            fit = self.fit(layout, tensor, self.factor)
+            yield fit
+            if fit.error > LIMIT and self.kind in ("backward", "gradient"):
+                yield self.fit(layout, tensor, self.scale_of(tensor))
+
+    def fit(self, layout, tensor, scale):
+        error = norm(difference(tensor / scale, self.whole)) / self.unit
+        return Fit(error if math.isfinite(error) else math.inf, layout, scale, tensor)
+
+    def right_places(self):
+        """Return where the tensor is the one device's, if not everywhere."""
+        right = []
+        for place, tensor in self.parts.items():
+            is_whole = tensor.shape == self.whole.shape
+            if is_whole and self.fit({}, tensor, self.factor).error <= LIMIT:
+                right.append(place)
+        return right if len(right) < len(self.parts) else []
+
+    def scale_of(self, tensor):
+        scale = norm(tensor) / self.size if self.size else 0.0
+        return exact(scale) if 0 < scale < math.inf else self.factor
+
+    def orders(self, fits):
+        """Yield the fits after a permutation of one dimension."""
+        for fit in fits:
+            is_added = {"sum", "mean"} & set(fit.layout.values())
+            if is_added or fit.scale != self.factor:
+                continue
+            # A permutation keeps the norm.
+            scale = self.scale_of(fit.tensor) if self.kind == "backward" else fit.scale
+            for dim, length in enumerate(self.whole.shape):
+                if 1 < length <= 2048:
+                    tensor = reordered(fit.tensor / scale, self.whole, dim)
+                    layout = fit.layout | {"all": f"order {dim}"}
+                    yield self.fit(layout, tensor * scale, scale)
+
+
+def exact(scale):
+    """Return the power of 2, the whole number, or the fraction of one, that is near `scale`."""
+    power = 2.0 ** round(math.log2(scale))
+    whole = float(round(scale)) if scale > 1 else 1 / round(1 / scale)
+    for near in (power, whole):
+        if abs(scale / near - 1) < 0.02:
+            return near
+    return scale
+
+
+def joins(parts, axes, whole, kind):
+    """Yield (layout, tensor) for each way to join `parts`, which is {coordinates: tensor}.
+
+    A layout is {name of an axis: how}.
+    """
+    if not axes:
+        yield {}, parts[()]
+        return
+    for number, axis in enumerate(axes):
+        groups = groups_along(parts, number)
+        others = {name: size for name, size in axes.items() if name != axis}
+        first = next(iter(groups.values()))
+        for how, join in ways_to_join(first, whole, kind, others.values()):
+            # The order of the axes matters only for parts that are put one after the other.
+            if number and how in ("same", "sum", "mean"):
+                continue
+            try:
+                joined = {rest: join(group) for rest, group in groups.items()}
+            except RuntimeError:  # the shapes of another group do not fit
+                continue
+            for layout, tensor in joins(joined, others, whole, kind):
+                yield {axis: how} | layout, tensor
+
+
+def groups_along(parts, number):
+    """Return {other coordinates: the tensors along axis `number`, in order}."""
+    groups = {}
+    for coordinates in sorted(parts):
+        others = coordinates[:number] + coordinates[number + 1 :]
+        groups.setdefault(others, []).append(parts[coordinates])
+    return groups
+
+
+def ways_to_join(group, whole, kind, sizes):
+    """Yield (how, function that joins the tensors along an axis). `sizes` of the other axes."""
+    first = group[0]
+    if all(tensor.shape == first.shape for tensor in group):
+        yield "same", same
+        is_replica = whole.numel() > 1 and all(torch.equal(first, each) for each in group)
+        if not is_replica and kind not in ("start", "value"):
+            yield "sum", sum
+            if kind in ("gradient", "buffer") or whole.numel() == 1:
+                yield "mean", mean
+    if len(group) > 1:
+        for dim in range(min(first.dim(), whole.dim())):
+            yield from ways_to_put_together(group, dim, whole.shape[dim])
+    if kind in OF_PARAMETERS:
+        for shape in slices_of(whole.shape, sizes):
+            yield "flat", functools.partial(flatten, shape=shape)
+
+
+def same(group):
+    """Return the first tensor. Where others differ from it, it is made wrong."""
+    first, *others = group
+    for tensor in others:
+        first = first + 2 * difference(tensor, first).abs()
+    return first
+
+
+CUTS = [(1, False), (2, False), (3, False), (2, True)]  # pieces of each rank; second ones backward
+
+
+def ways_to_put_together(group, dim, length):
+    """Yield the ways to join the tensors in dimension `dim`, which alone may differ."""
+    others = {tensor.shape[:dim] + tensor.shape[dim + 1 :] for tensor in group}
+    lengths = [tensor.shape[dim] for tensor in group]
+    if len(others) > 1 or sum(lengths) > length:
+        return
+    for pieces, backward in CUTS:
+        if all(each % pieces == 0 for each in lengths):
+            how = "cat" if pieces == 1 else "parts"
+            options = {"dim": dim, "pieces": pieces, "backward": backward}
+            yield f"{how} {dim}", functools.partial(in_pieces, **options)
+
+
+def in_pieces(group, dim, pieces, backward):
+    """Join first pieces, then second pieces, and so on."""
+    rows = [tensor.chunk(pieces, dim) for tensor in group]
+    columns = list(zip(*rows, strict=True))
+    if backward:
+        columns[1] = columns[1][::-1]
+    return torch.cat([piece for column in columns for piece in column], dim)
+
+
+def slices_of(shape, sizes):
+    """Return `shape`, and the shapes of its slices if an axis of one of the sizes cuts it."""
+    slices = [shape]
+    for dim, length in enumerate(shape):
+        for size in sizes:
+            if size > 1 and length % size == 0:
+                slices.append(shape[:dim] + (length // size,) + shape[dim + 1 :])
+    return slices
+
+
+def flatten(group, shape):
+    """Join vectors, and cut off what only fills up the last ones."""
+    flat = torch.cat([tensor.flatten() for tensor in group])
+    numbers = math.prod(shape)
+    padding = flat.numel() - numbers
+    if not 0 <= padding < max(len(group), group[0].numel()):
+        raise RuntimeError(f"{flat.numel()} numbers are not those of {shape}")
+    return flat[:numbers].view(shape)
+
+
+def reordered(tensor, whole, dim):
+    """Return `tensor` with its slices along `dim` in the order of the nearest of whole's."""
+    rows = tensor.movedim(dim, 0).reshape(whole.shape[dim], -1)
+    wanted = whole.movedim(dim, 0).reshape(whole.shape[dim], -1)
+    if rows.shape[1] > 16:  # distances in a random projection cost less
+        generator = torch.Generator().manual_seed(0)
+        projection = torch.randn(rows.shape[1], 16, generator=generator, dtype=rows.dtype)
+        rows = rows @ projection
+        wanted = wanted @ projection
+    nearest = torch.cdist(wanted, rows).argmin(1)
+    return tensor.index_select(dim, nearest)
+
+
+# --------------------------------------------------------------------------------------------------
+# 6. The origin: the first tensor that leaves rounding although all it was computed from had not.
+
+
+class Trail:
+    """Leads from a result to those that it was computed from."""
+
+    def __init__(self, comparison):
+        self.results = comparison.results
+        self.factors = comparison.factors
+        self.runs = comparison.runs
+        self.by_key = {result.key: result for result in self.results}
+
+    def origin(self):
+        """Return the first result that is wrong, or what it follows from; None if none is wrong."""
+        wrong = [result for result in self.results if result.state == "wrong"]
+        if not wrong:
+            return None
+        result = wrong[0]
+        late = self.late_ranks()
+        if late and result.kind == "forward":
+            note = f"{ranks_in_words(late)} took no step of the optimizer"
+            return Result(result.step, "value", self.results[0].name, "", note, "wrong")
+        result = self.loss_before(result) or result
+        while cause := self.cause_of(result):
+            result = cause
+        return result
+
+    def late_ranks(self):
+        """Return the ranks that took fewer steps. They seem to call a module twice in one."""
+        pages = [self.runs.one, *self.runs.ranks]
+        last, *lasts = [max(step for step, _, _ in page["tensors"]) for page in pages]
+        return [rank for rank, each in enumerate(lasts) if each < last]
+
+    def loss_before(self, result):
+        """Return the Result of the loss if it scales all gradients of the step; or None."""
+        if result.kind != "gradient" or result.error > LIMIT or result.step not in self.factors:
+            return None
+        of_step = [each for each in self.results if each.step == result.step]
+        scales = [each.scale for each in of_step if each.kind == "gradient"]
+        # If ranks have the mean over their part of the batch, activations' gradients are scaled so.
+        expected = [1.0]
+        for size in self.runs.axes.values():
+            expected += [each * size for each in expected]
+        # A few gradients are zero but for rounding, and so are right with every scale.
+        is_common = scales.count(result.scale) >= 0.8 * len(scales)
+        if not is_common or self.factors[result.step].scale in expected:
+            return None
+        loss = next(each for each in of_step if each.kind == "backward")  # backward's first
+        loss.state = "wrong"
+        words = f"{times(result.scale)} the right ones"
+        loss.note = f"all gradients are {words}, from the loss on: divide it by {result.scale:.4g}"
+        return loss
+
+    def cause_of(self, result):
+        """Return an unfinished or scaled result that this one follows from, or None."""
+        for source in self.sources_of(result):
+            if source.state == "scaled" and result.kind == "backward":
+                return source
+            if source.state == "scaled" and source.scale == result.scale:
+                return source
+            # Each rank's part of a sum is right, unless its own source was to be added up.
+            is_part = result.kind == "gradient" and result.state == "unfinished"
+            if source.state == "unfinished" and (not is_part or source.layout == result.layout):
+                return source
+        return None
+
+    def sources_of(self, result):
+        """Return what the result was computed from."""
+        step, kind, name = result.key
+        inputs = self.runs.one["parents"]  # {(step, name of an output): names of outputs}
+        if kind == "forward":
+            return self.of(step, kind, inputs.get((step, name), ()))
+        if kind == "backward":
+            uses = [user for (of, user), names in inputs.items() if of == step and name in names]
+            return self.of(step, kind, uses)
+        if kind == "gradient":
+            owner = name.rpartition(".")[0]
+            return self.of(step, "backward", [owner])
+        if kind == "value" and not result.right_on:
+            return self.of(step, "gradient", [name])
+        return []
+
+    def of(self, step, kind, names):
+        found = [self.by_key.get((step, kind, name)) for name in names]
+        return [result for result in found if result]
+
+
+# --------------------------------------------------------------------------------------------------
+# 7. Words: what is wrong with a tensor, with the evidence.
+
+
+def diagnosis(result, fit, sample, runs):
+    """Return in words how the tensor is wrong, with the evidence."""
+    parts = sample.parts.items()
+    bad = [place for place, tensor in parts if not tensor.isfinite().all()]
+    if bad and sample.whole.isfinite().all():
+        return f"NaN or infinite numbers on {ranks_in_words(runs.ranks_at(bad))}"
+    if fit.error <= LIMIT:
+        return scale_in_words(fit.scale / sample.factor, runs.axes)
+    if result.right_on:
+        return f"right on {ranks_in_words(result.right_on)} only"
+    share = fit.error * sample.unit / (sample.size or 1.0)
+    of = "update" if result.kind == "value" else "size"
+    return f"wrong by {share:.2g} of its {of}"
+
+
+def ranks_in_words(ranks):
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def times(scale):
+    return f"1/{1 / scale:.4g} of" if scale < 1 else f"{scale:.4g} times"
+
+
+def scale_in_words(scale, axes):
+    words = f"{times(scale)} the right one"
+    for axis, size in axes.items():
+        if scale == size > 1:
+            return f"{words}: not divided by the {size} {axis} ranks"
+        if scale * size == 1 < size:
+            return f"{words}: divided by the {size} {axis} ranks once too often"
+    return words
+
+
+def unfinished_in_words(layout):
+    """Return what is missing, if nothing later does it."""
+    if "all" in layout:
+        dim = layout["all"].removeprefix("order ")
+        return f"the right numbers in another order along dimension {dim}"
+    axes = " and ".join(axis for axis, how in layout.items() if how in ("sum", "mean"))
+    if "mean" in layout.values():
+        return f"each rank has the gradient of its own batch: average it over the {axes} ranks"
+    return f"the sum over the {axes} ranks is right: an all-reduce is missing"
+
+
+# --------------------------------------------------------------------------------------------------
+# 8. The library: refusals.
+
+
+def check_recordings(runs):
+    if not runs.ones or not runs.ranks:
         raise CannotCompare("there is no file rank0.pt: give the directories of record()")
-    if len(ones) > 1:
-        raise CannotCompare(f"ONE has {len(ones)} ranks: record the run on one device, on one rank")
-    if math.prod(axes.values()) != len(ranks):
-        raise CannotCompare(f"the grid {axes} is not of {len(ranks)} ranks, which MANY has")
-    for page in noises:
-        check_noise(ones[0]["tensors"], page["tensors"])
+    if len(runs.ones) > 1:
+        ranks = len(runs.ones)
+        raise CannotCompare(f"ONE has {ranks} ranks: record the run on one device, on one rank")
+    if len(runs.places) != len(runs.ranks):
+        ranks = len(runs.ranks)
+        raise CannotCompare(f"the grid {runs.axes} is not of {ranks} ranks, which MANY has")
 
 
-def check_noise(one, noise):
+def check_is_a_number(key, calls):
+    if any(tensor.isnan().any() for tensor in calls):
+        raise CannotCompare(f"the run on one device has NaN: {key}")
+
+
+def check_noise(comparison):
     """Raise unless the noise run does what the other one does, but for rounding."""
-    shares = []
-    for key, calls in one.items():
-        if key[:2] == (0, "forward") and key in noise and calls[0].shape == noise[key][0].shape:
-            whole = calls[0].double()
-            moved = norm(difference(noise[key][0].double(), whole))
-            shares.append(moved / (norm(whole) or 1.0))
-    if not any(shares):
+    shares = sorted(comparison.rounding.shares)
+    if not comparison.runs.noises or not shares:
+        return
+    if not shares[-1]:
         raise CannotCompare("the noise run has changed nothing: record it with noise=1")
-    middle = sorted(shares)[len(shares) // 2]
+    middle = shares[len(shares) // 2]
     if middle > 0.1:
         raise CannotCompare(
             f"the noise run differs by {middle:.2g}, which is more than rounding: it must have the "
@@ -977,34 +1114,38 @@ def check_noise(one, noise):
         )
 
 
-def check_is_alive(comparison):
+def check_is_alive(tensors):
     """Two runs that compute nothing agree, and say nothing."""
-    one = comparison.one["tensors"]
-    for key, calls in one.items():
-        if any(tensor.isnan().any() for tensor in calls):
-            raise CannotCompare(f"the run on one device has NaN: {key}")
-    if not any(calls[0].any() for key, calls in one.items() if key[1] == "gradient"):
+    trained = []
+    for key, calls in tensors.items():
+        if key[1] == "gradient" and calls[0].any():
+            trained.append(key)
+    if not trained:
         raise CannotCompare("on one device there are no gradients, or all are zero")
-    starts = {key[2]: calls[0] for key, calls in one.items() if key[1] == "start"}
-    values = {key[2]: calls[0] for key, calls in one.items() if key[1] == "value"}
-    if all(torch.equal(starts[name], values[name]) for name in starts.keys() & values.keys()):
-        raise CannotCompare("on one device no parameter changes: record a step of the optimizer")
+    for step, _, name in trained:
+        start = tensors[0, "start", name][0]
+        if not torch.equal(start, tensors[step, "value", name][0]):
+            return
+    raise CannotCompare("on one device no parameter changes: record a step of the optimizer")
 
 
 def check_is_comparable(comparison):
     """A few tensors have no counterpart, such as those of containers. Many are a mistake."""
-    results = comparison.results
     # Sharded optimizers have no .grad, and reentrant checkpoints no gradients of activations.
-    kinds = {each.kind for each in results if each.state != "missing"} - {"backward"}
-    if comparison.origin:  # what follows a mistake may have other shapes
-        results = [each for each in results if each.step < max(1, comparison.origin.step)]
-    if comparison.origin in results:
-        results = results[: results.index(comparison.origin)]
-    wanted = [each for each in results if each.kind in kinds]
-    missing = [f"step {e.step} {e.kind} {e.name}" for e in wanted if e.state == "missing"]
-    if not {"start", "value"} <= kinds or len(missing) > max(1, 0.05 * len(wanted)):
+    kinds = {"start", "forward", "value"}
+    if comparison.runs.has_gradients:
+        kinds.add("gradient")
+    states = []
+    for each in comparison.results:
+        if each.state == "wrong":
+            break  # what follows a mistake may have other shapes
+        is_buffer = each.kind != "forward" and each.name in comparison.runs.one["classes"]
+        if each.kind in kinds and not is_buffer:
+            states.append(each)
+    missing = [f"step {e.step} {e.kind} {e.name}" for e in states if e.state == "missing"]
+    if len(missing) > max(1, 0.05 * len(states)):
         raise CannotCompare(
-            f"{len(missing)} of {len(wanted)} tensors of the one device have no counterpart in the "
+            f"{len(missing)} of {len(states)} tensors of the one device have no counterpart in the "
             f"other run by name and shape, such as {missing[:3]}; use rename, state= or grid"
         )
 
@@ -1015,18 +1156,19 @@ def check_is_explained(comparison):
     if origin is None:
         return
     where = f"step {origin.step} {origin.kind} {origin.name}: {origin.note}"
-    random = sorted({part for page in comparison.ranks for part in page["random"]})
+    random = sorted({part for page in comparison.runs.ranks for part in page["random"]})
     if random:
         raise CannotCompare(
             f"ranks draw other numbers, or drop other tokens, than one device. Set dropout to 0, "
             f"and a capacity to None: {random[:3]}. The first difference: {where}"
         )
-    if not comparison.noises:
+    if not comparison.runs.noises:
         raise CannotCompare(
             f"without --noise it is not known whether a difference is rounding. Record the run on "
             f"one device once more, with noise=1. The first difference is in {where}"
         )
-    if flips := [key for key in comparison.flips if key[0] <= origin.step]:
+    flips = [key for key in comparison.rounding.flips if key[0] <= origin.step]
+    if flips:
         raise CannotCompare(
             f"rounding alone sends tokens to other experts, in step {flips[0][0]} {flips[0][2]}: "
             f"take another seed, or float64. The first difference is in {where}"
@@ -1185,9 +1327,9 @@ def report(comparison, followers=4):
     if origin is None:
         return [*lines, "AGREE."]
     lines.append("DIFFER. The origin, and what follows:")
-    lines.append("> " + line_of(origin, comparison.one["classes"]))
+    lines.append("> " + line_of(origin, comparison.runs.one["classes"]))
     wrong = [each for each in results if each.state == "wrong" and each.key != origin.key]
-    lines += ["  " + line_of(each, comparison.one["classes"]) for each in wrong[:followers]]
+    lines += ["  " + line_of(each, comparison.runs.one["classes"]) for each in wrong[:followers]]
     if len(wrong) > followers:
         lines.append(f"  and {len(wrong) - followers} more")
     return lines

@@ -137,7 +137,7 @@ def test_recording_changes_no_bit_and_no_random_number(tmp_path):
     recorded = record_pair(tmp_path / "one", dropout=0.5, steps=3)
     number = torch.rand(1)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("see", "on_output", "before_step", "after_step", "save"):
+        for name in ("see", "on_output", "before_step", "after_step", "before_forward", "finish"):
             patch.setattr(compare.Recording, name, lambda *_: None)
         plain = record_pair(tmp_path / "two", dropout=0.5, steps=3)
     assert torch.equal(number, torch.rand(1))
