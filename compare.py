@@ -2,8 +2,8 @@
 
 A script records the run on one device, and the script with ranks records the same steps. Recorded
 are the output of each module, the gradient with respect to it, the gradients of the parameters when
-the optimizer steps, and the parameters after the step. Then every tensor of the one device is
-sought in the ranks' tensors. The first one that is not there is the origin:
+the optimizer steps, and the parameters and buffers before the next forward. Then every tensor of
+the one device is sought in the ranks' tensors. The first one that is not there is the origin:
 
     one device    embed → attn.qkv → attn.proj ──────→ norm → loss
                     │        │           │               │
@@ -195,9 +195,7 @@ class Recording:
         # A list of stages is not called itself, but its members are.
         is_list = type(self.model).forward is nn.Module.forward
         for module in self.model.children() if is_list else [self.model]:
-            # It comes before hooks that gather parameters: then they are shards in each step.
-            hook = module.register_forward_pre_hook(self.before_forward, prepend=True)
-            handles.append(hook)
+            handles.append(module.register_forward_pre_hook(self.before_forward))
         # Two modules may have one name if one wraps the other. The inner one comes later.
         modules = {self.renamed(name): module for name, module in self.model.named_modules()}
         for name, module in modules.items():
@@ -226,8 +224,12 @@ class Recording:
         """Return a few numbers of each parameter, which tell whether a step was taken."""
         if self.state:  # it knows what the parameters are, and they may be nothing
             return []
-        tensors = [local(parameter) for parameter in self.model.parameters()]
-        return [(tensor.shape, tensor.flatten()[:8].tolist()) for tensor in tensors]
+        numbers = []
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                tensor = local(parameter)
+                numbers.append((tensor.shape, tensor.flatten()[:8].tolist()))
+        return numbers
 
     def before_forward(self, *_):
         """The hook of the whole model's forward.
@@ -237,7 +239,7 @@ class Recording:
         """
         if is_recomputed():
             return
-        pairs = zip(self.first_numbers, self.read_first_numbers(), strict=True)
+        pairs = zip(self.first_numbers, self.read_first_numbers(), strict=False)
         # The shapes differ if only one is a shard.
         is_changed = any(old[0] == new[0] and old[1] != new[1] for old, new in pairs)
         if self.has_stepped or is_changed:
@@ -336,6 +338,7 @@ class Recording:
             "tensors": tensors,
             "parents": self.parents,
             "classes": classes,
+            "kinds": sorted({kind for _, kind, _ in tensors}),
             "has_stepped": self.ever_stepped,
             "random": random_parts(self.model),
         }
@@ -435,9 +438,10 @@ class Comparison:
         self.runs = runs
         self.rounding = Rounding(runs)
         self.starts = {}  # {name of a parameter: its layout}
-        self.factors = {}  # {step: Fit of its first gradient of an activation}
+        self.factors = {}  # {step: by what its gradients of activations are scaled}
+        self.has_wrong = False
         self.results = [self.result_of(key) for key in runs.keys_in_order()]
-        self.origin = Trail(self).origin()
+        self.origin = Trail(self.results, self.factors, runs).origin()
 
     def result_of(self, key):
         """Compare one tensor, or all that a module gave in a step, with what the ranks have."""
@@ -451,9 +455,9 @@ class Comparison:
                 found.append(max(zip(fits, samples, strict=True), key=error_of))
         if found:
             self.judge(result, *min(found, key=error_of))
-        is_lost = self.runs.has_gradients and result.kind == "gradient" and not parts
-        if is_lost and one[0].any():
-            result.state = "wrong"
+        if result.kind == "gradient" and not parts:
+            is_lost = self.runs.has_gradients and one[0].any()
+            result.state = "wrong" if is_lost else "skipped"  # sharded optimizers have no .grad
             result.note = "no rank has a gradient"
         return result
 
@@ -461,9 +465,10 @@ class Comparison:
         step, sample.kind, name = key
         self.rounding.measure(key, sample)
         if sample.kind == "backward" and step in self.factors and sample.whole.numel() > 1:
-            sample.factor = self.factors[step].scale
+            sample.factor = self.factors[step]
         is_free = sample.kind in ("start", "forward", "backward")
-        sample.may_be_permuted = is_free or "all" in self.starts.get(name, ())
+        is_free = is_free or "all" in self.starts.get(name, ())
+        sample.may_be_permuted = is_free and not self.has_wrong  # the search takes long
         if name in self.runs.one["classes"] and sample.kind in ("start", "value"):
             sample.kind = "buffer"
         return sample.best_fit()
@@ -479,7 +484,7 @@ class Comparison:
         if result.kind == "start":
             self.starts[result.name] = fit.layout
         if result.kind == "backward" and not is_one_number and not is_wrong:
-            result.scale /= self.factors.setdefault(result.step, fit).scale
+            result.scale /= self.factors.setdefault(result.step, fit.scale)
             is_wrong = exact(1.01 * fit.scale) != fit.scale
         is_added = "all" in fit.layout or {"sum", "mean"} & ways
         if {"cat 0", "order 0"} <= ways and result.kind in ("forward", "backward"):
@@ -487,6 +492,7 @@ class Comparison:
         if is_wrong:
             is_of_batch = sample.kind == "buffer" and self.runs.is_of_batch(result.name)
             result.state = "skipped" if is_of_batch else "wrong"
+            self.has_wrong = self.has_wrong or not is_of_batch
             result.right_on = self.runs.ranks_at(sample.right_places())
             result.note = diagnosis(result, fit, sample, self.runs)
         elif result.scale != 1.0:
@@ -530,20 +536,25 @@ class Runs:
         self.rename = rename
         self.open()
         self.axes = axes_of(grid) or {"ranks": len(self.ranks)}  # {name: size}
-        self.places = list(itertools.product(*map(range, self.axes.values())))  # of ranks
+        coordinates = [range(size) for size in self.axes.values()]
+        self.places = list(itertools.product(*coordinates))  # of the ranks
         self.has_stepped = any(page["has_stepped"] for page in self.ranks)
-        keys = [key for page in self.ranks for key in page["tensors"]]
-        self.has_gradients = any(kind == "gradient" for _, kind, _ in keys)
+        self.has_gradients = any("gradient" in page["kinds"] for page in self.ranks)
 
     def open(self):
         """Open the files anew: what has been read of one takes memory until it is closed."""
-        self.ones, self.ranks, *noises = [pages_of(d, self.rename) for d in self.directories]
+        pages = [pages_of(directory, self.rename) for directory in self.directories]
+        self.ones, self.ranks, *noises = pages
         self.one = self.ones[0] if self.ones else None
         self.noises = [page for pages in noises for page in pages]
         self.unread = 2**27  # bytes of one device, until the files are opened again
 
     def keys_in_order(self):
-        return sorted(self.one["tensors"], key=lambda key: (key[0], KINDS.index(key[1])))
+        def place(key):
+            step, kind, _ = key
+            return step, KINDS.index(kind)
+
+        return sorted(self.one["tensors"], key=place)
 
     def read(self, key):
         """Return the calls of the one device, {place: calls} of ranks, and those of noise runs."""
@@ -554,15 +565,21 @@ class Runs:
         parts = {}
         for place, page in zip(self.places, self.ranks, strict=True):
             # A rank that only receives parameters has a gradient that nobody uses.
-            is_unused = key[1] == "gradient" and self.has_stepped > page["has_stepped"]
-            if key in page["tensors"] and not is_unused:
+            is_used = page["has_stepped"] >= self.has_stepped or key[1] != "gradient"
+            if key in page["tensors"] and is_used:
                 parts[place] = page["tensors"][key]
-        noises = [page["tensors"].get(key, ()) for page in self.noises]
-        return one, parts, [calls for calls in noises if len(calls) == len(one)]
+        noises = []
+        for page in self.noises:
+            calls = page["tensors"].get(key, ())
+            if len(calls) == len(one):
+                noises.append(calls)
+        return one, parts, noises
 
     def ranks_at(self, places):
         """Return the ranks at places, which may have the number of a micro-batch as well."""
-        return sorted({self.places.index(place[: len(self.axes)]) for place in places})
+        number = len(self.axes)
+        ranks = {self.places.index(place[:number]) for place in places}
+        return sorted(ranks)
 
     def is_of_batch(self, buffer):
         """Return whether each rank has, in this buffer, the statistics of its own batch."""
@@ -573,16 +590,18 @@ class Runs:
 def pages_of(directory, rename):
     """Return the recording of each rank. Their tensors stay in the files until they are read."""
     pages = []
-    for path in sorted(Path(directory).glob("rank*.pt"), key=lambda path: int(path.stem[4:])):
+    paths = Path(directory).glob("rank*.pt")
+    for path in sorted(paths, key=lambda path: int(path.stem[4:])):
         page = torch.load(path, mmap=True, weights_only=True)
-        tensors = {}
+        new = {"tensors": {}, "parents": {}, "classes": {}}
         for (step, kind, name), calls in page["tensors"].items():
-            tensors[step, kind, renamed(name, rename)] = calls
-        parents = {}
+            new["tensors"][step, kind, renamed(name, rename)] = calls
         for (step, name), names in page["parents"].items():
-            parents[step, renamed(name, rename)] = [renamed(each, rename) for each in names]
-        classes = {renamed(name, rename): each for name, each in page["classes"].items()}
-        pages.append(page | {"tensors": tensors, "parents": parents, "classes": classes})
+            inputs = [renamed(each, rename) for each in names]
+            new["parents"][step, renamed(name, rename)] = inputs
+        for name, owner in page["classes"].items():
+            new["classes"][renamed(name, rename)] = owner
+        pages.append(page | new)
     return pages
 
 
@@ -591,7 +610,8 @@ def axes_of(grid):
     if isinstance(grid, str):
         words = grid.replace(" ", "").split(",")
         grid = dict(word.split("=") for word in words)
-    return {axis: int(size) for axis, size in (grid or {}).items()}
+    grid = grid or {}
+    return {axis: int(size) for axis, size in grid.items()}
 
 
 MICRO = "micro-batches"  # the name of their axis
@@ -606,18 +626,22 @@ def pairings(one, parts, noises, axes):
     if len(counts) == 1 and parts:
         samples = []
         for call, whole in enumerate(one):
-            of_call = {place: calls[call] for place, calls in parts.items()}
-            samples.append(Sample(whole, of_call, [calls[call] for calls in noises], axes))
+            of_ranks = {place: calls[call] for place, calls in parts.items()}
+            of_noise = [calls[call] for calls in noises]
+            samples.append(Sample(whole, of_ranks, of_noise, axes))
         yield samples
-    if counts == {1} or not parts or len({tensor.shape[1:] for tensor in one}) > 1:
+    shapes = {tensor.shape[1:] for tensor in one}
+    if counts == {1} or not parts or len(shapes) > 1:
         return
     all_calls = {}  # {(*place, number of the call): tensor}
     for place, calls in parts.items():
         for call, tensor in enumerate(calls):
             all_calls[(*place, call)] = tensor
-    axes = axes | {MICRO: max(map(len, parts.values()))}
-    for join in (torch.cat,) if one[0].dim() else (sum, mean):
-        yield [Sample(join(one), all_calls, list(map(join, noises)), axes)]
+    axes = axes | {MICRO: max(counts)}
+    joins = (torch.cat,) if one[0].dim() else (sum, mean)
+    for join in joins:
+        of_noise = [join(calls) for calls in noises]
+        yield [Sample(join(one), all_calls, of_noise, axes)]
 
 
 def mean(tensors):
@@ -637,22 +661,18 @@ class Rounding:
         self.shares = []  # how far noise moves the outputs of the first step, over their size
         self.flips = []  # keys of outputs of which noise moves a few rows altogether
         self.loose = {}  # {name of a parameter: where its gradient has been only rounding}
-        tensors = runs.one["tensors"].items()
-        outputs = [calls[0].dtype for (_, kind, _), calls in tensors if kind == "forward"]
-        self.coarsest = max((torch.finfo(dtype).eps for dtype in outputs), default=0.0)
+        self.coarsest = 0.0  # eps of the dtypes of all outputs
+        for (_, kind, _), calls in runs.one["tensors"].items():
+            if kind == "forward":
+                self.coarsest = max(self.coarsest, eps_of(calls[0]))
 
     def measure(self, key, sample):
         """Set the sample's unit of rounding, and the size that an error is a part of."""
         step, kind, name = key
-        dtypes = {tensor.dtype for tensor in (sample.whole, *sample.parts.values())}
-        eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+        eps = max(map(eps_of, [sample.whole, *sample.parts.values()]))
         whole = sample.whole.double()
         finite = whole.masked_fill(whole.isinf(), 0.0)
-        update = None
-        if kind == "value":
-            tensors = self.runs.one["tensors"]
-            before = tensors.get((step - 1, kind, name)) or tensors[0, "start", name]
-            update = whole - before[0].double()
+        update = self.update_of(key, whole)
         sample.size = norm(finite if update is None else update)
         moved = self.noise_of(key, whole, sample.noises)
         unit = moved + eps * sample.size
@@ -660,11 +680,20 @@ class Rounding:
             unit += eps * finite.abs().max().item()  # one number may be rounded otherwise
         if whole.numel() < FEW:
             unit += self.coarsest * sample.size / 8
-        if kind == "value":
+        if update is not None:
             unit += self.loose_part(step, name, update)
-        if kind == "forward":
-            self.shares += [moved / (sample.size or 1.0)] * (step == 0)
+        if kind == "forward" and step == 0:
+            self.shares.append(moved / (sample.size or 1.0))
         sample.unit = unit or 1e-300
+
+    def update_of(self, key, whole):
+        """Return by how much a step has changed this value; None if it is none, or is new."""
+        step, kind, name = key
+        tensors = self.runs.one["tensors"]
+        before = tensors.get((step - 1, "value", name)) or tensors.get((0, "start", name))
+        if kind != "value" or not before or before[0].shape != whole.shape:
+            return None
+        return difference(whole, before[0].double())
 
     def noise_of(self, key, whole, noises):
         """Return how far the noise runs have moved a tensor."""
@@ -691,6 +720,10 @@ class Rounding:
         is_loose = gradient.abs() <= 2 * noise / math.sqrt(gradient.numel())
         self.loose[name] = is_loose | self.loose.get(name, False)
         return 2 * norm(update[self.loose[name]]) / LIMIT  # a wrong sign is twice the update
+
+
+def eps_of(tensor):
+    return torch.finfo(tensor.dtype).eps
 
 
 def difference(a, b):
@@ -802,18 +835,25 @@ class Sample:
         return exact(scale) if 0 < scale < math.inf else self.factor
 
     def orders(self, fits):
-        """Yield the fits after a permutation of one dimension."""
+        """Yield the fits after a permutation of one dimension, which keeps the norm."""
+        tried = set()
         for fit in fits:
-            is_added = {"sum", "mean"} & set(fit.layout.values())
-            if is_added or fit.scale != self.factor:
-                continue
-            # A permutation keeps the norm.
+            ways = set(fit.layout.values())
             scale = self.scale_of(fit.tensor) if self.kind == "backward" else fit.scale
+            change = norm(fit.tensor) / scale - norm(self.whole)
+            if {"sum", "mean"} & ways or fit.scale != self.factor:
+                continue
+            if not abs(change) <= LIMIT * self.unit:
+                continue
             for dim, length in enumerate(self.whole.shape):
-                if 1 < length <= 2048:
-                    tensor = reordered(fit.tensor / scale, self.whole, dim)
-                    layout = fit.layout | {"all": f"order {dim}"}
-                    yield self.fit(layout, tensor * scale, scale)
+                # Axes in another order, or in pieces, give other permutations of the same rows.
+                attempt = (dim, frozenset(fit.layout.items()))
+                if f"parts {dim}" in ways or attempt in tried or not 1 < length <= 2048:
+                    continue
+                tried.add(attempt)
+                tensor = reordered(fit.tensor / scale, self.whole, dim)
+                layout = fit.layout | {"all": f"order {dim}"}
+                yield self.fit(layout, tensor * scale, scale)
 
 
 def exact(scale):
@@ -826,11 +866,13 @@ def exact(scale):
     return scale
 
 
-def joins(parts, axes, whole, kind):
+def joins(parts, axes, whole, kind, dims=None):
     """Yield (layout, tensor) for each way to join `parts`, which is {coordinates: tensor}.
 
-    A layout is {name of an axis: how}.
+    A layout is {name of an axis: how}. The order in which axes are joined matters only if they are
+    joined in the same dimension: `dims` has that of axes that a later one has overtaken.
     """
+    dims = dims or {}
     if not axes:
         yield {}, parts[()]
         return
@@ -839,14 +881,15 @@ def joins(parts, axes, whole, kind):
         others = {name: size for name, size in axes.items() if name != axis}
         first = next(iter(groups.values()))
         for how, join in ways_to_join(first, whole, kind, others.values()):
-            # The order of the axes matters only for parts that are put one after the other.
-            if number and how in ("same", "sum", "mean"):
+            dim = how[-1]  # such as 0 in "cat 0"
+            if dims.get(axis, dim) != dim or (number and how in ("same", "sum", "mean")):
                 continue
             try:
                 joined = {rest: join(group) for rest, group in groups.items()}
             except RuntimeError:  # the shapes of another group do not fit
                 continue
-            for layout, tensor in joins(joined, others, whole, kind):
+            overtaken = dims | dict.fromkeys(list(axes)[:number], dim)
+            for layout, tensor in joins(joined, others, whole, kind, overtaken):
                 yield {axis: how} | layout, tensor
 
 
@@ -950,10 +993,10 @@ def reordered(tensor, whole, dim):
 class Trail:
     """Leads from a result to those that it was computed from."""
 
-    def __init__(self, comparison):
-        self.results = comparison.results
-        self.factors = comparison.factors
-        self.runs = comparison.runs
+    def __init__(self, results, factors, runs):
+        self.results = results
+        self.factors = factors
+        self.runs = runs
         self.by_key = {result.key: result for result in self.results}
 
     def origin(self):
@@ -973,9 +1016,12 @@ class Trail:
 
     def late_ranks(self):
         """Return the ranks that took fewer steps. They seem to call a module twice in one."""
-        pages = [self.runs.one, *self.runs.ranks]
-        last, *lasts = [max(step for step, _, _ in page["tensors"]) for page in pages]
-        return [rank for rank, each in enumerate(lasts) if each < last]
+        last = self.results[-1].step
+        late = []
+        for rank, page in enumerate(self.runs.ranks):
+            if max(step for step, _, _ in page["tensors"]) < last:
+                late.append(rank)
+        return late
 
     def loss_before(self, result):
         """Return the Result of the loss if it scales all gradients of the step; or None."""
@@ -989,7 +1035,7 @@ class Trail:
             expected += [each * size for each in expected]
         # A few gradients are zero but for rounding, and so are right with every scale.
         is_common = scales.count(result.scale) >= 0.8 * len(scales)
-        if not is_common or self.factors[result.step].scale in expected:
+        if not is_common or self.factors[result.step] in expected:
             return None
         loss = next(each for each in of_step if each.kind == "backward")  # backward's first
         loss.state = "wrong"
@@ -1001,8 +1047,6 @@ class Trail:
         """Return an unfinished or scaled result that this one follows from, or None."""
         for source in self.sources_of(result):
             if source.state == "scaled" and result.kind == "backward":
-                return source
-            if source.state == "scaled" and source.scale == result.scale:
                 return source
             # Each rank's part of a sum is right, unless its own source was to be added up.
             is_part = result.kind == "gradient" and result.state == "unfinished"
@@ -1027,8 +1071,8 @@ class Trail:
         return []
 
     def of(self, step, kind, names):
-        found = [self.by_key.get((step, kind, name)) for name in names]
-        return [result for result in found if result]
+        keys = [(step, kind, name) for name in names]
+        return [self.by_key[key] for key in keys if key in self.by_key]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1131,16 +1175,13 @@ def check_is_alive(tensors):
 
 def check_is_comparable(comparison):
     """A few tensors have no counterpart, such as those of containers. Many are a mistake."""
-    # Sharded optimizers have no .grad, and reentrant checkpoints no gradients of activations.
-    kinds = {"start", "forward", "value"}
-    if comparison.runs.has_gradients:
-        kinds.add("gradient")
     states = []
     for each in comparison.results:
         if each.state == "wrong":
             break  # what follows a mistake may have other shapes
+        # Buffers may be of one rank only. Reentrant checkpoints have no gradients of activations.
         is_buffer = each.kind != "forward" and each.name in comparison.runs.one["classes"]
-        if each.kind in kinds and not is_buffer:
+        if each.kind != "backward" and not is_buffer:
             states.append(each)
     missing = [f"step {e.step} {e.kind} {e.name}" for e in states if e.state == "missing"]
     if len(missing) > max(1, 0.05 * len(states)):
@@ -1323,6 +1364,15 @@ def report(comparison, followers=4):
         largest = max((each.error for each in right), default=0.0)
         line = f"{name:24} {len(right):4} of {len(compared):4} agree"
         lines.append(f"{line}, within {largest:.1f} units of rounding" if right else line)
+    local = [
+        each.name
+        for each in results
+        if each.kind == "value"
+        and each.name in comparison.runs.one["classes"]
+        and each.state in ("unfinished", "skipped")
+    ]
+    for name in dict.fromkeys(local):
+        lines.append(f"buffer {name}: not compared, each rank has that of its own batch")
     origin = comparison.origin
     if origin is None:
         return [*lines, "AGREE."]

@@ -168,8 +168,11 @@ class OneDevice:
     def update(self):
         self.optimizer.step()
 
-    def step(self, number, recording):
+    def zero_grad(self):
         self.optimizer.zero_grad()
+
+    def step(self, number, recording):
+        self.zero_grad()
         self.backward(number, recording)
         self.average()
         self.update()
@@ -512,6 +515,192 @@ class GPipe(Pipeline):
     schedule = "gpipe"
 
 
+# ---- right: parameters change after optimizer.step(), and buffers change in forward
+
+
+class StepsOnOneRank(DataParallel):
+    """Rank 0 gets the gradients, steps, and sends the parameters."""
+
+    def average_gradient(self, parameter):
+        dist.reduce(parameter.grad, 0)
+        parameter.grad /= self.ranks
+
+    def update(self):
+        if self.rank == 0:
+            self.optimizer.step()
+        for parameter in self.net.parameters():
+            dist.broadcast(parameter.data, 0)
+
+
+class OwnersBroadcast(DataParallel):
+    """ZeRO-1 by hand: every second parameter is this rank's."""
+
+    def make_optimizer(self):
+        own = list(self.net.parameters())[self.rank :: self.ranks]
+        return torch.optim.AdamW(own, lr=0.01)
+
+    def zero_grad(self):
+        self.net.zero_grad()
+
+    def update(self):
+        self.optimizer.step()
+        self.broadcast()
+
+    def broadcast(self, *_):
+        for number, parameter in enumerate(self.net.parameters()):
+            dist.broadcast(parameter.data, number % self.ranks)
+
+
+class BroadcastInAHook(OwnersBroadcast):
+    """The optimizer's own hook sends the parameters."""
+
+    def make_optimizer(self):
+        optimizer = super().make_optimizer()
+        optimizer.register_step_post_hook(self.broadcast)
+        return optimizer
+
+    def update(self):
+        self.optimizer.step()
+
+
+class GathersInForward(OwnersBroadcast):
+    """The parameters are sent when the model is called next, or when the last step is done."""
+
+    def set_up(self):
+        self.net.register_forward_pre_hook(self.broadcast)
+
+    def update(self):
+        self.optimizer.step()
+
+    def step(self, number, recording):
+        super().step(number, recording)
+        if number == 1:
+            self.broadcast()
+
+
+class EditsAfterTheStep(OneDevice):
+    """Averages of the weights are written back, a weight is normalised, and gradients are zero."""
+
+    def set_up(self):
+        self.averages = [parameter.detach().clone() for parameter in self.net.parameters()]
+
+    @torch.no_grad()
+    def update(self):
+        super().update()
+        for average, parameter in zip(self.averages, self.net.parameters(), strict=True):
+            average.lerp_(parameter, 0.5)
+            parameter.copy_(average)
+        self.net.embed.weight /= self.net.embed.weight.norm(dim=1, keepdim=True)
+        self.optimizer.param_groups[0]["lr"] *= 0.5
+        self.optimizer.zero_grad(set_to_none=False)
+
+
+class EditsAfterTheStepOnRanks(EditsAfterTheStep, DataParallel):
+    one = EditsAfterTheStep
+
+
+class ByHand(OneDevice):
+    """No optimizer of PyTorch."""
+
+    @torch.no_grad()
+    def update(self):
+        for parameter in self.net.parameters():
+            parameter.sub_(0.1 * parameter.grad)
+
+
+class ByHandOnRanks(ByHand, DataParallel):
+    one = ByHand
+
+
+class OneBalancedMoE(OneDevice):
+    def mlp(self):
+        return ep.MoE(C, C, 4, bias_update_rate=0.01)
+
+    def update(self):
+        self.optimizer.step()
+        for block in self.net.blocks:
+            block.mlp.update_bias()
+
+
+class BalancedMoE(ExpertParallel):
+    one = OneBalancedMoE
+    mlp = OneBalancedMoE.mlp
+    update = OneBalancedMoE.update
+
+
+class Normalised(MLP):
+    """Has a BatchNorm, constants that are not saved, and a counter."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.BatchNorm1d(2 * C)
+        self.register_buffer("frequencies", torch.rand(4), persistent=False)
+        self.register_buffer("mask", torch.full((T, T), -torch.inf).triu(1))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += len(x)
+        hidden = self.inner(self.up(x).flatten(0, 1)).unflatten(0, x.shape[:2])
+        return self.down(F.gelu(hidden))
+
+
+class OneBatchNorm(OneDevice):
+    """Its micro-batches are the ranks' batches, so the outputs are the same."""
+
+    mlp = Normalised
+    micro_batches = 2
+
+
+class BatchNorms(DataParallel):
+    one = OneBatchNorm
+    mlp = Normalised
+
+
+class BatchNormsInDDP(TorchsDDP):
+    one = OneBatchNorm
+    mlp = Normalised
+
+
+class Centered(MLP):
+    """Subtracts the mean of all ranks' tokens. A buffer has the running mean and deviation."""
+
+    ranks = 1
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("running", torch.zeros(2, 2 * C))
+
+    def average(self, statistics):
+        if self.ranks > 1:
+            dist.all_reduce(statistics)
+        return statistics / self.ranks
+
+    def forward(self, x):
+        hidden = self.up(x)
+        with torch.no_grad():
+            rows = hidden.flatten(0, 1).to(self.running.dtype)
+            mean = self.average(rows.mean(0))
+            self.running.lerp_(self.statistics(rows, mean), 0.1)
+        return self.down(F.gelu(hidden - mean))
+
+    def statistics(self, rows, mean):
+        variance = self.average((rows - mean).square().mean(0))
+        return torch.stack([mean, variance.sqrt()])
+
+
+class OneCentered(OneDevice):
+    mlp = Centered
+
+
+class CenteredOnRanks(DataParallel):
+    one = OneCentered
+    mlp = Centered
+
+    def set_up(self):
+        for block in self.net.blocks:
+            block.mlp.ranks = self.ranks
+
+
 # ---- wrong: data parallelism
 
 
@@ -581,7 +770,7 @@ class StaleWeights(DataParallel):
 
     one = WithLargeSteps
     make_optimizer = WithLargeSteps.make_optimizer
-    origin = "forward", "head"
+    origin = "value", "head.weight", "right on rank 0 only"
 
     def update(self):
         weight = self.net.head.weight
@@ -696,10 +885,51 @@ class ScalesALayer(OurDDP):
         super().set_up()
 
 
+class ForgetsToBroadcastOne(OwnersBroadcast):
+    origin = "value", "head.weight", "right on rank"
+
+    def broadcast(self, *_):
+        for number, parameter in enumerate(self.net.parameters()):
+            if parameter is not self.net.head.weight:
+                dist.broadcast(parameter.data, number % self.ranks)
+
+
+class BalancesItsOwnTokens(BalancedMoE):
+    """After the last step nothing depends on the bias any more."""
+
+    origin = "value", r"blocks.\d.mlp.bias"
+
+    def update(self):
+        ExpertParallel.update(self)
+        for block in self.net.blocks:
+            load = block.mlp.load.double()
+            block.mlp.bias += 0.01 * (load.mean() - load).sign()
+            block.mlp.load = 0
+
+
+class RunningStatisticsOfItsOwnBatch(CenteredOnRanks):
+    origin = "value", r"blocks.0.mlp.running"
+
+    def set_up(self):
+        super().set_up()
+        for block in self.net.blocks:
+            block.mlp.statistics = self.statistics
+
+    def statistics(self, rows, mean):
+        return torch.stack([mean, rows.std(0, correction=0)])
+
+
+class OtherConstants(BatchNorms):
+    origin = "start", r"blocks.0.mlp.frequencies", "rank 0 only"
+
+    def set_up(self):
+        self.net.blocks[0].mlp.frequencies += self.rank
+
+
 class ForgetsAShard(Zero1):
     """What the other ranks updated is not fetched."""
 
-    origin = "forward|backward", "head|norm"
+    origin = "value", "head.weight", "right on rank 0 only"
 
     def update(self):
         before = self.net.head.weight.detach().clone()

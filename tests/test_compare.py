@@ -1,6 +1,7 @@
 """compare.py: right runs agree, and the origin of a planted mistake is named."""
 
 import copy
+import itertools
 import re
 import shutil
 
@@ -15,8 +16,8 @@ from launch import ROOT, fork
 import compare
 
 RUNS = [value for value in vars(compared).values() if isinstance(value, type)]
-RIGHT = [run for run in RUNS if hasattr(run, "one") and not hasattr(run, "origin")]
 WRONG = [run for run in RUNS if hasattr(run, "origin")]
+RIGHT = [run for run in RUNS if hasattr(run, "one") and run not in WRONG]
 
 
 def train(directory, run, steps=2, noise=0):
@@ -61,18 +62,24 @@ def test_right_runs_agree(run_class, precision, tmp_path):
     assert origin is None, "\n".join(lines)
 
 
-@pytest.mark.parametrize(
-    ("run_class", "precision"),
-    [(run, ["fp32", "fp64", "bf16"][number % 3]) for number, run in enumerate(WRONG)],
-    ids=lambda value: getattr(value, "__name__", value),
-)
+def with_a_precision():
+    """Each mistake has one."""
+    precisions = itertools.cycle(["fp32", "fp64", "bf16"])
+    return list(zip(WRONG, precisions, strict=False))
+
+
+def name_of(value):
+    return getattr(value, "__name__", value)
+
+
+@pytest.mark.parametrize(("run_class", "precision"), with_a_precision(), ids=name_of)
 def test_the_origin_of_a_mistake_is_named(run_class, precision, tmp_path):
     found = compared_runs(run_class, precision, tmp_path)
     assert not isinstance(found, compare.CannotCompare), found
     origin, lines = found
-    assert origin is not None, "\n".join(lines)
-    kind, name, *words = run_class.origin
     text = "\n".join(lines)
+    assert origin is not None, text
+    kind, name, *words = run_class.origin
     assert re.fullmatch(kind, origin.kind), text
     assert re.fullmatch(name, origin.name), text
     for word in words:
@@ -112,7 +119,8 @@ def record_pair(
     with compare.record(directory, model, noise=noise, rename=rename) as recording:
         for _ in range(steps):
             optimizer.zero_grad()
-            loss = scale * model(torch.randn(6, 8, generator=generator)).square().mean()
+            output = model(torch.randn(6, 8, generator=generator))
+            loss = scale * output.square().mean()
             recording.see("loss", loss)
             loss.backward()
             optimizer.step()
@@ -124,6 +132,11 @@ def runs(tmp_path):
     record_pair(tmp_path / "one")
     record_pair(tmp_path / "noise", noise=1)
     return tmp_path
+
+
+def origin_of(folder, many="many", **options):
+    one = folder / "one"
+    return compare.compare(one, folder / many, noise=folder / "noise", **options).origin
 
 
 def refusal(*arguments, **options):
@@ -141,8 +154,9 @@ def test_recording_changes_no_bit_and_no_random_number(tmp_path):
             patch.setattr(compare.Recording, name, lambda *_: None)
         plain = record_pair(tmp_path / "two", dropout=0.5, steps=3)
     assert torch.equal(number, torch.rand(1))
-    for ours, theirs in zip(recorded.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    expected = dict(plain.named_parameters())
+    for name, parameter in recorded.named_parameters():
+        assert torch.equal(parameter, expected[name])
 
 
 def test_a_recording_is_read_with_weights_only(runs):
@@ -162,7 +176,7 @@ def test_without_noise_a_difference_cannot_be_judged(runs):
 
 
 def test_several_ranks_are_no_single_device(runs):
-    (runs / "one" / "rank1.pt").write_bytes((runs / "one" / "rank0.pt").read_bytes())
+    shutil.copy(runs / "one" / "rank0.pt", runs / "one" / "rank1.pt")
     assert "ONE has 2 ranks" in refusal(runs / "one", runs / "noise")
 
 
@@ -179,7 +193,7 @@ def test_names_that_match_nothing(runs):
     text = refusal(runs / "one", runs / "many", noise=runs / "noise")
     assert "no counterpart" in text
     rename = {"a": "first", "b": "second", "c": "drop"}
-    assert compare.compare(runs / "one", runs / "many", None, runs / "noise", rename).origin is None
+    assert origin_of(runs, rename=rename) is None
 
 
 def test_one_layer_that_matches_nothing(runs):
@@ -202,11 +216,13 @@ def test_nan_on_both_sides(tmp_path):
     assert "NaN" in refusal(tmp_path / "one", tmp_path / "one")
 
 
-@pytest.mark.parametrize(("scale", "note"), [("nan", "NaN on rank 0"), ("inf", "infinite numbers")])
-def test_numbers_that_are_not_finite_are_a_difference(scale, note, runs):
+@pytest.mark.parametrize("scale", ["nan", "inf"])
+def test_numbers_that_are_not_finite_are_a_difference(scale, runs):
     record_pair(runs / "many", scale=float(scale))
-    origin = compare.compare(runs / "one", runs / "many", noise=runs / "noise").origin
-    assert (origin.kind, origin.name, origin.note) == ("forward", "loss", note)
+    origin = origin_of(runs)
+    where = (origin.kind, origin.name)
+    assert where == ("forward", "loss")
+    assert origin.note == "NaN or infinite numbers on rank 0"
 
 
 class Masked(Pair):
@@ -217,15 +233,15 @@ class Masked(Pair):
         self.mask = torch.nn.Identity()
 
     def forward(self, x):
-        mask = self.mask(torch.full((6, 4), -torch.inf).triu(1))
+        infinities = torch.full((6, 4), -torch.inf)
+        mask = self.mask(infinities.triu(1))
         return (super().forward(x) + mask).softmax(-1)
 
 
 def test_infinities_of_a_mask_are_equal(tmp_path):
     record_pair(tmp_path / "one", make=Masked)
     record_pair(tmp_path / "noise", noise=1, make=Masked)
-    found = compare.compare(tmp_path / "one", tmp_path / "one", noise=tmp_path / "noise")
-    assert found.origin is None
+    assert origin_of(tmp_path, many="one") is None
 
 
 class Routed(Pair):
@@ -247,6 +263,32 @@ def test_routing_that_rounding_decides_is_refused(tmp_path):
     record_pair(tmp_path / "many", scale=1e3, make=Routed)
     text = refusal(tmp_path / "one", tmp_path / "many", noise=tmp_path / "noise")
     assert "other experts, in step 0 second" in text
+
+
+def drop_tokens(folder):
+    """Capacity is per rank, so that two ranks keep other tokens than one device does."""
+    with default_group(pool.group()):
+        run = compared.ExpertParallel(*compared.PRECISIONS["fp32"])
+        limit_capacity(run)
+        train(folder / "many", run)
+        dist.barrier()
+    if pool.rank() == 0:
+        for name in ("one", "noise"):
+            run = compared.OneMoE(*compared.PRECISIONS["fp32"])
+            limit_capacity(run)
+            train(folder / name, run, noise=int(name == "noise"))
+
+
+def limit_capacity(run):
+    for block in run.net.blocks:
+        block.mlp.capacity_factor = 0.75
+
+
+def test_a_capacity_that_drops_other_tokens_is_refused(tmp_path):
+    pool.run(2, drop_tokens, tmp_path)
+    text = refusal(tmp_path / "one", tmp_path / "many", "dp=2", tmp_path / "noise")
+    assert "a capacity to None" in text
+    assert "blocks.0.mlp.capacity_factor = 0.75" in text
 
 
 def test_dropout_is_refused_if_the_runs_differ(tmp_path):
