@@ -836,7 +836,6 @@ class Sample:
 
     def orders(self, fits):
         """Yield the fits after a permutation of one dimension, which keeps the norm."""
-        tried = set()
         for fit in fits:
             ways = set(fit.layout.values())
             scale = self.scale_of(fit.tensor) if self.kind == "backward" else fit.scale
@@ -846,11 +845,9 @@ class Sample:
             if not abs(change) <= LIMIT * self.unit:
                 continue
             for dim, length in enumerate(self.whole.shape):
-                # Axes in another order, or in pieces, give other permutations of the same rows.
-                attempt = (dim, frozenset(fit.layout.items()))
-                if f"parts {dim}" in ways or attempt in tried or not 1 < length <= 2048:
+                # "parts" has the rows of "cat" in another order.
+                if f"parts {dim}" in ways or not 1 < length <= 2048:
                     continue
-                tried.add(attempt)
                 tensor = reordered(fit.tensor / scale, self.whole, dim)
                 layout = fit.layout | {"all": f"order {dim}"}
                 yield self.fit(layout, tensor * scale, scale)
@@ -928,7 +925,9 @@ def same(group):
     return first
 
 
-CUTS = [(1, False), (2, False), (3, False), (2, True)]  # pieces of each rank; second ones backward
+# How each tensor is cut, as ratios of lengths: not at all; gate and up; q, k and v, of which q may
+# have more heads.
+CUTS = [(1,), (1, 1), *((heads, 1, 1) for heads in range(1, 9))]
 
 
 def ways_to_put_together(group, dim, length):
@@ -937,20 +936,26 @@ def ways_to_put_together(group, dim, length):
     lengths = [tensor.shape[dim] for tensor in group]
     if len(others) > 1 or sum(lengths) > length:
         return
-    for pieces, backward in CUTS:
-        if all(each % pieces == 0 for each in lengths):
-            how = "cat" if pieces == 1 else "parts"
-            options = {"dim": dim, "pieces": pieces, "backward": backward}
-            yield f"{how} {dim}", functools.partial(in_pieces, **options)
+    for cut in CUTS:
+        if all(each % sum(cut) == 0 for each in lengths):
+            how = "cat" if cut == (1,) else "parts"
+            yield f"{how} {dim}", functools.partial(in_pieces, dim=dim, cut=cut)
+            if cut == (1, 1):
+                zigzag = functools.partial(in_pieces, dim=dim, cut=cut, step=-1)
+                yield f"{how} {dim}", zigzag
 
 
-def in_pieces(group, dim, pieces, backward):
-    """Join first pieces, then second pieces, and so on."""
-    rows = [tensor.chunk(pieces, dim) for tensor in group]
-    columns = list(zip(*rows, strict=True))
-    if backward:
-        columns[1] = columns[1][::-1]
-    return torch.cat([piece for column in columns for piece in column], dim)
+def in_pieces(group, dim, cut, step=1):
+    """Join first pieces, then second pieces (backward if `step` is -1), and so on."""
+    rows = []
+    for tensor in group:
+        unit = tensor.shape[dim] // sum(cut)
+        rows.append(tensor.split([unit * number for number in cut], dim))
+    first, *others = zip(*rows, strict=True)
+    pieces = list(first)
+    for column in others:
+        pieces += column[::step]
+    return torch.cat(pieces, dim)
 
 
 def slices_of(shape, sizes):
@@ -1009,7 +1014,7 @@ class Trail:
         if late and result.kind == "forward":
             note = f"{ranks_in_words(late)} took no step of the optimizer"
             return Result(result.step, "value", self.results[0].name, "", note, "wrong")
-        result = self.loss_before(result) or result
+        result = self.loss_before(result) or self.odd_gradient(result) or result
         while cause := self.cause_of(result):
             result = cause
         return result
@@ -1042,6 +1047,24 @@ class Trail:
         words = f"{times(result.scale)} the right ones"
         loss.note = f"all gradients are {words}, from the loss on: divide it by {result.scale:.4g}"
         return loss
+
+    def odd_gradient(self, result):
+        """Return the first wrong gradient that is not scaled as most are; or None.
+
+        If one gradient is wrong, so is their norm, and clipping scales all of them.
+        """
+        if result.kind != "gradient":
+            return None
+        of_step = [each for each in self.results if each.step == result.step]
+        gradients = [each for each in of_step if each.kind == "gradient"]
+        common = sorted(each.scale for each in gradients)[len(gradients) // 2]
+        if exact(1.01 * common) == common:  # a mistake of its own
+            return None
+        for each in gradients:
+            if each.state == "wrong" and abs(each.scale / common - 1) > 0.02:
+                each.note += f"; clipping makes most others {times(common)} the right ones"
+                return each
+        return None
 
     def cause_of(self, result):
         """Return an unfinished or scaled result that this one follows from, or None."""
@@ -1104,12 +1127,13 @@ def times(scale):
 
 def scale_in_words(scale, axes):
     words = f"{times(scale)} the right one"
-    for axis, size in axes.items():
-        if scale == size > 1:
-            return f"{words}: not divided by the {size} {axis} ranks"
-        if scale * size == 1 < size:
-            return f"{words}: divided by the {size} {axis} ranks once too often"
-    return words
+    number = max(scale, 1 / scale)
+    names = " or ".join(axis for axis, size in axes.items() if size == number > 1)
+    if not names:
+        return words
+    if scale > 1:
+        return f"{words}: not divided by the {number:.0f} {names} ranks"
+    return f"{words}: divided by the {number:.0f} {names} ranks once too often"
 
 
 def unfinished_in_words(layout):

@@ -59,7 +59,7 @@ class RightWithDP(Right):
 
 class AveragesAUnit(RightWithDP):
     planted = "dp: FSDP averages the gradients of block 2, which are to be summed"
-    origin = "gradient", r"2\.(norm|attention).*", "divided by the 2 dp ranks"
+    origin = "gradient", r"2\.(norm|attention).*", "1/2 of", "dp", "once too often"
 
     def build_layer(self, number):
         self.number = number

@@ -825,6 +825,27 @@ class ClipsByItsOwnNorm(DataParallel):
         super().average()
 
 
+class WithClipping(OneDevice):
+    def average(self):
+        nn.utils.clip_grad_norm_(self.net.parameters(), 0.1)
+
+
+class ForgetsOneAndClips(ForgetsOne):
+    """The wrong norm scales all gradients."""
+
+    one = WithClipping
+    origin = "gradient", r"blocks.1.mlp.up.bias", "clipping"
+
+    def average_gradient(self, parameter):
+        super().average_gradient(parameter)
+        if parameter is self.net.blocks[1].mlp.up.bias:
+            parameter.grad *= 30
+
+    def average(self):
+        super().average()
+        WithClipping.average(self)
+
+
 class UndividedLoss(Accumulated):
     origin = "forward|backward", "loss"
 
@@ -907,7 +928,7 @@ class BalancesItsOwnTokens(BalancedMoE):
             block.mlp.load = 0
 
 
-class RunningStatisticsOfItsOwnBatch(CenteredOnRanks):
+class RunningStatisticsOfOneSequence(CenteredOnRanks):
     origin = "value", r"blocks.0.mlp.running"
 
     def set_up(self):
@@ -916,7 +937,7 @@ class RunningStatisticsOfItsOwnBatch(CenteredOnRanks):
             block.mlp.statistics = self.statistics
 
     def statistics(self, rows, mean):
-        return torch.stack([mean, rows.std(0, correction=0)])
+        return torch.stack([mean, rows[:T].std(0, correction=0)])
 
 
 class OtherConstants(BatchNorms):
