@@ -196,7 +196,7 @@ class Segment:
         active = _get_current_function_mode_stack()
         contexts = [torch.enable_grad(), *self.autocasts]
         contexts += [mode for mode in self.modes if mode not in active]
-        contexts.append(self.keeping())
+        contexts.append(self.keeping())  # returns what the policy has kept
         # The lambda is called only if the function itself computes gradients.
         contexts.append(saved_tensors_hooks(self.pack_again, lambda tensor: tensor))
         states = random_states()

@@ -291,7 +291,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                 group["params"][i] = master
         # The state was that of the weights. Now it is that of the masters, with momenta in fp32.
         optimizer.load_state_dict(state)
-        self._note_written_weights()
+        self._note_written_weights()  # so that step() sees what others write
         self._unscaled = None  # after unscale_(), versions of the gradients that it has copied
 
     @torch.no_grad()
@@ -339,7 +339,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """Round the masters into the model. Call it after you have written to the masters."""
         torch._foreach_copy_(self._weights, self._masters)
         self._note_written_weights()
-        self._is_new = False
+        self._is_new = False  # for adopt_written_weights()
 
     # Not needed for the technique:
 

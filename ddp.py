@@ -253,7 +253,7 @@ class DistributedDataParallel(nn.Module):
             node = torch.autograd.graph.get_gradient_edge(parameter).node
             node.register_hook(functools.partial(hook, parameter))
             self._nodes.append(node)
-        self._watch_versions()
+        self._watch_versions()  # for check_gradient()
 
     def forward(self, *inputs, **kwargs):
         if self.device_ids:
@@ -269,7 +269,7 @@ class DistributedDataParallel(nn.Module):
             self._will_average = True
         output = self.module(*inputs, **kwargs)
         if will_average:
-            self._hook_outputs(output)
+            self._hook_outputs(output)  # in case two forwards come before their backwards
         return output
 
     def _on_gradient(self, parameter):

@@ -226,7 +226,7 @@ class MoE(nn.Module):
         check_router_logits()
         tokens = x.flatten(0, -2)  # (tokens, hidden)
         weights, chosen = self.route(tokens, mask)
-        self._count_load()
+        self._count_load()  # for the bias
         slots, counts, num_slots = self.assign_slots(chosen)
         rows = tokens.new_zeros(num_slots + 1, tokens.shape[1])
         # slots is (k, tokens): k copies of each token. Dropped choices share the extra slot.
@@ -272,7 +272,7 @@ class MoE(nn.Module):
         groups = self.experts.groups
         if groups is None:
             return self.experts(rows, counts.tolist())
-        group = groups.axes[0]
+        group = groups.axes[0]  # the N = groups.size ranks that share the experts
         sent = counts.view(groups.size, -1)  # (to rank, its expert)
         received = exchange_counts(sent, group)  # (from rank, this rank's expert)
         # The host waits for the device here, and only here.
