@@ -19,7 +19,8 @@ mask of its own. Then f gathers the sequence, and g leaves each rank its part of
     f   gather_from_sequence           all-gather       reduce-scatter      sequence parallelism
     g   reduce_scatter_to_sequence     reduce-scatter   all-gather          sequence parallelism
 
-Names and shapes, for sequence s, batch b, hidden size h, vocabulary V. `size` stands for 3h or 4h:
+Names and shapes, for sequence s, batch b, hidden size h, vocabulary V. `size` is 3h for qkv, h for
+proj, and 4h for the MLP:
 
     x, y                      (s, b, h)          the whole, which is equal on all ranks
     x_part, y_part            (s/t, b, h)        this rank's positions     sequence parallelism
@@ -35,12 +36,14 @@ Cost per rank, of a layer, for micro-batch b and a heads:
     tensor parallel         8bsh               sbh (10 + 24/t + 5as/(ht))
     and sequence parallel   10bsh + 12h        sbh (34 + 5as/h) / t
 
-"sent" is in elements per micro-batch. An all-reduce of bsh sends 2bsh. 10bsh is 5bsh per pair: the
-four collectives above, and a second gather of X in backward, so that X need not be kept. 12h: an
-all-reduce of 6h gradients, of two norms and of proj's and linear2's biases, which every rank keeps
-whole. Outside of layers, the embedding and the head send 2bsh each, and the loss sends 6bs.
-"activations" is in bytes, for 16 bits (Korthikanti et al., §4). 5as²b of them are scores, which
-fused attention does not keep.
+"sent" is in elements per micro-batch. Each of the two pairs sends
+    4bsh    two all-reduces of bsh, each of which sends 2bsh
+    5bsh    with sequence parallelism: a gather and a reduce-scatter in forward, the same in
+            backward, and there a second gather of X, so that X need not be kept
+12h is an all-reduce of 6h gradients, of two norms and of proj's and linear2's biases, which every
+rank keeps whole. Outside of layers, the embedding and the head send 2bsh each, or 3bsh with
+sequence parallelism, and the loss sends 6bs. "activations" is in bytes, for 16 bits (Korthikanti
+et al., §4). 5as²b of them are scores, which fused attention does not keep.
 
 Read section 1 for the idea (12 minutes), to section 4 for the technique (33), and the rest to use
 it as a library (78).
@@ -50,7 +53,7 @@ Papers:   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053
           Korthikanti et al. 2022, sequence parallelism, arXiv 2205.05198
 Mirrors:  megatron.core.tensor_parallel; torch.distributed.tensor.parallel.parallelize_module
 Left out: more ranks than key and value heads; max_norm and scale_grad_by_freq of an embedding;
-          gradients of gradients
+          gradients of gradients through the layers of section 3 and the loss
 """
 
 # /// script
@@ -105,7 +108,7 @@ def all_reduce(x, process_group):
 
 
 class Conjugate(Function):
-    """Applies `collective` in forward, and `conjugate` in backward. Autograd sees neither."""
+    """Applies `collective` in forward, and `conjugate` to the gradient in backward."""
 
     @staticmethod
     def forward(ctx, x, collective, conjugate, process_group):
@@ -115,7 +118,7 @@ class Conjugate(Function):
 
     @staticmethod
     def backward(ctx, grad):
-        # apply(), so that the gradient of the gradient is right, too
+        # apply(), so that these operators can be differentiated twice
         return Conjugate.apply(grad, *ctx.swapped), None, None, None
 
 
@@ -127,8 +130,8 @@ def copy_to_region(x, process_group=None):
 def reduce_from_region(x, process_group=None):
     """g: return the sum of all ranks' x.
 
-    All ranks compute the same loss from the sum. So each rank has the whole gradient of the sum. It
-    is also the gradient of each x in the sum.
+    All ranks compute the same loss from the sum, so each has the whole gradient of the sum. The
+    gradient of a sum is that of each of its terms. So backward passes it on unchanged.
     """
     return Conjugate.apply(x, all_reduce, identity, process_group)
 
@@ -197,7 +200,8 @@ def reduce_scatter(x, process_group):
 def start_reduce_scatter(x, process_group):
     """Return `received` and work. After work.wait(), received.sum(0) is this rank's result.
 
-    It is an all-to-all, because gloo's reduce_scatter sends as much as an all-reduce.
+    It is an all-to-all on every backend, because gloo's reduce_scatter sends as much as an
+    all-reduce.
     """
     world_size = dist.get_world_size(process_group)
     check_divides("positions", len(x), world_size)
@@ -230,8 +234,13 @@ def own_part(x, process_group):
 class ParallelLayer(nn.Module):
     """A plain layer whose parameters are this rank's shards, under their old names.
 
-    from_full() copies the plain layer and gives the copy this class. It calls split(), and replaces
-    each parameter in split_dims by its shard(), which stands below.
+    from_full() copies the plain layer and gives the copy this class. It calls split() to plan the
+    cut, and puts its shard() into each parameter in split_dims:
+
+        ColumnParallelLinear.from_full(qkv, stack=3)    3 stacked matrices: q, k and v
+        RowParallelLinear.from_full(proj)
+
+    The other options are those of split_layer() in section 6.
     """
 
     split_dims = {}  # parameter: the dimension that is cut; every rank has the others whole
@@ -265,7 +274,7 @@ class ParallelLayer(nn.Module):
         self.part_sizes = [math.ceil(size / self.world_size) for size in matrices]
         # The number of rows of zeros at the end: 1 for a vocabulary of 13 and 2 ranks.
         self.padding = sum(self.part_sizes) * self.world_size - self.size
-        # DDP, ZeRO and FSDP of this project do not average over these ranks.
+        # A list, which the shards get, too. DDP, ZeRO and FSDP do not average over these ranks.
         self.differ_between_ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
 
     def matrix(self):
@@ -292,16 +301,17 @@ class ColumnParallelLinear(ParallelLayer):
 
     def forward(self, x):
         y_shard = ColumnLinear.apply(x, self.matrix(), self.bias, self)
-        # It may be a view, which autograd would not let an activation change in place.
+        # An in-place activation may not change a view that a Function returns. So make it another.
         return torch.ops.aten._unsafe_view(y_shard, y_shard.shape)
 
 
 class ColumnLinear(Function):
-    """column_linear(), whose backward computes while it sends. The input is x, or x_part.
+    """The same as column_linear(), but backward computes while it sends.
 
-    With sequence parallelism, backward gathers x_part again, which saves keeping x (Korthikanti et
-    al., §4.2.2):
-                    whole                    sequence parallelism
+    The input is x, or x_part. With sequence parallelism, backward gathers x_part again, which saves
+    keeping x (Korthikanti et al., §4.2.2). This is backward, from left to right in time:
+
+                    input is x               input is x_part
         sends                  grad_x        x_part    grad_x
         computes    grad_x     grad_weight   grad_x    grad_weight
     """
@@ -354,7 +364,7 @@ class RowParallelLinear(ParallelLayer):
             return y
         if self.sequence_parallel:
             # Each rank adds the bias at its own positions only. So the bias needs f of section 1,
-            # which adds up its gradients. The parameters of a norm need it for the same reason.
+            # which adds up its gradients. SumsGradients, in section 7, does so for norms.
             bias = copy_to_region(bias, self.process_group)
         return y + bias.to(y.dtype)  # under autocast the dtypes differ
 
@@ -376,8 +386,8 @@ class VocabParallelEmbedding(ParallelLayer):
         row, is_local = locate(tokens, self.rank, len(self.weight))
         x = F.embedding(row, self.weight).masked_fill(~is_local.unsqueeze(-1), 0.0)
         x = reduce_from_region(x, self.process_group)
-        # On a GPU, check_tokens() does not raise, so unknown tokens get NaN. where() would change
-        # the strides of x, and with them the order in which dropout draws its mask.
+        # On a GPU, check_tokens() does not raise, so unknown tokens get NaN. where() might change
+        # the strides of x. Then dropout would draw another mask than in the plain model.
         return x.masked_fill(is_outside(tokens, V).unsqueeze(-1), math.nan)
 
 
@@ -398,8 +408,8 @@ def is_outside(tokens, V):
 class VocabParallelCrossEntropy(Function):
     """For each token, loss = log Σ exp(logits - maximum) - (logits[target] - maximum).
 
-    Without the maximum exp() would overflow. The ranks reduce three numbers per token: maximum, the
-    sum, and logits[target] - maximum, which is 0 on ranks that do not have the target.
+    Without the maximum exp() would overflow. One all-reduce finds it. Another adds up two numbers
+    per token: exp(), and logits[target] - maximum, which is 0 on ranks without the target.
 
     vocab_parallel_cross_entropy(), which a training loop calls, adds ignored tokens and label
     smoothing. V is the size of the vocabulary without padding.
@@ -423,7 +433,7 @@ class VocabParallelCrossEntropy(Function):
         # The gradient of the logits is softmax, minus 1 at the target. It takes the memory of exp.
         grad_logits = exp.div_(total)
         grad_logits.scatter_add_(-1, column, -is_local.to(total.dtype))
-        ctx.save_for_backward(grad_logits)  # all that is kept: 4bs V/t bytes
+        ctx.save_for_backward(grad_logits)  # all that is kept: 4bs V/t bytes in fp32
         return loss.squeeze(-1)
 
     @staticmethod
@@ -1067,10 +1077,9 @@ class Naive(nn.Module):
 
     def shard(self, name, whole):
         dim = self.dims[name]
-        matrices = whole.chunk(self.matrices, dim)
-        return torch.cat([own_part(matrix.movedim(dim, 0), None) for matrix in matrices]).movedim(
-            0, dim
-        )
+        matrices = whole.movedim(dim, 0).chunk(self.matrices)
+        parts = [own_part(matrix, None) for matrix in matrices]
+        return torch.cat(parts).movedim(0, dim)
 
     def join(self, name, shard):
         if name not in self.dims:
