@@ -175,6 +175,7 @@ class Pool:
     def __init__(self):
         self.workers = []  # (process, connection), by rank
         self.number = 0  # of bodies that have run
+        self.loaded = set()  # (world size, what was called before a body)
         self.are_alone = False
 
     def start(self, environs):
@@ -201,13 +202,14 @@ class Pool:
             process.kill()  # does nothing if it has ended
             process.join()
         self.workers = []
+        self.loaded = set()
         self.temporary.cleanup()
 
     def run(self, world_size, body, *args, load=None, alone=False):
         """Return [body(*args) on rank 0, …]. BodyFailed if it raises, dies or hangs on a rank.
 
-        `load`, (function, argument), is called before. It may take longer. If `alone`, the ranks
-        are new processes, as torchrun starts them, and there are no others.
+        `load`, (function, argument), is called before, the first time. It may take longer. If
+        `alone`, the ranks are new processes, as torchrun starts them, and there are no others.
         """
         largest = planned()[1]
         if world_size > largest:
@@ -217,8 +219,9 @@ class Pool:
         if not self.workers:
             self.are_alone = alone
             self.start(environment.of_torchrun(world_size) if alone else [{}] * largest)
-        if load:
+        if load and (world_size, load) not in self.loaded:
             self.call(world_size, LOADS_WITHIN, *load)
+            self.loaded.add((world_size, load))
         return self.call(world_size, HANGS_AFTER, body, *args)
 
     def call(self, world_size, limit, body, *args):

@@ -646,7 +646,7 @@ def test_parameters_are_sent_as_bytes_because_nccl_has_no_16_bit_integers():
 
     names = ("_allgather_base_", "broadcast_")
     dtypes = {dtype for name, dtype, _ in sent.seen if name in names}
-    assert dtypes == {torch.uint8}
+    assert dtypes - {torch.int64} == {torch.uint8}  # torch 2.15 gathers sizes of objects like this
     assert fsdp.full_state_dict(layer)["table"].tolist() == [0, 1, 2, 3, 4]
 
 

@@ -64,22 +64,34 @@ def test_the_wheel_has_one_package_with_all_files(wheel):
         assert f"onefile_parallel/{path.name}" in names
 
 
+@pytest.fixture(scope="module")
+def wrong_ones(command, tmp_path_factory):
+    """What `check` prints and writes about two kinds: one does not divide, one crashes."""
+    folder = tmp_path_factory.mktemp("wrong")
+    (folder / "sums.py").write_text(
+        MINE.replace("OPERATION", "dist.ReduceOp.SUM").replace("DIVISOR", "1")
+    )
+    (folder / "crashes.py").write_text("def crashes(tensor):\n    raise KeyError('a key')\n")
+    kinds = ["--ddp", "sums.py:MyDDP", "--all-reduce", "crashes.py:crashes"]
+    check = [command, "check", "-k", "mean_gradient or overlap or strided"]
+    return launch([*check, *kinds, "--json", "verdicts.json"], folder), folder
+
+
 @pytest.mark.cpu
-def test_a_class_of_the_users_is_checked_from_an_empty_directory(command, tmp_path):
+def test_a_class_of_the_users_is_checked_from_an_empty_directory(command, wrong_ones, tmp_path):
     right = MINE.replace("OPERATION", "dist.ReduceOp.SUM").replace(
         "DIVISOR", "dist.get_world_size()"
     )
     (tmp_path / "mine.py").write_text(right)
-    (tmp_path / "sums.py").write_text(right.replace("dist.get_world_size()", "1"))
 
-    check = [command, "check", "-k", "mean_gradient", "--ddp"]
-    holds = launch([*check, "mine.py:MyDDP"], tmp_path)
-    fails = launch([*check, "sums.py:MyDDP"], tmp_path)
+    holds = launch([command, "check", "-k", "mean_gradient", "--ddp", "mine.py:MyDDP"], tmp_path)
+    fails, folder = wrong_ones
 
     assert (holds.returncode, fails.returncode) == (0, 1), holds.stdout + holds.stderr
     assert "1 of 1 claims hold." in holds.stdout
     assert "wrong: mean_gradient" in fails.stdout
-    assert {path.name for path in tmp_path.iterdir()} <= {"mine.py", "sums.py", "__pycache__"}
+    left = {path.name for path in (*tmp_path.iterdir(), *folder.iterdir())}
+    assert left <= {"mine.py", "sums.py", "crashes.py", "verdicts.json", "__pycache__"}
 
 
 @pytest.mark.cpu
@@ -87,7 +99,7 @@ def test_the_command_trains_and_passes_the_exit_status_on(command, tmp_path):
     trains = launch([command, "run", "ddp", "--steps", 1], tmp_path)
     assert trains.returncode == 0, trains.stderr
     assert "bitwise equal over 1 step\n" in trains.stdout
-    assert launch([command, "run", "ddp", "--steps", 0], tmp_path).returncode != 0
+    assert launch([command, "run", "estimate", "-n", 1, "--no-such-flag"], tmp_path).returncode != 0
     unknown = launch([command, "run", "nothing"], tmp_path)
     assert unknown.returncode == 2
     assert "there is no technique nothing" in unknown.stdout
@@ -125,21 +137,18 @@ def test_all_files_are_in_the_grammar_of_python_3_10():
 
 
 @pytest.mark.cpu
-def test_verdicts_are_written_for_machines(command, tmp_path):
-    (tmp_path / "mine.py").write_text(MINE.replace("OPERATION", "None").replace("DIVISOR", "2"))
-    check = [command, "check", "-k", "mean_gradient or overlap", "--json", "verdicts.json"]
+def test_verdicts_are_written_for_machines(wrong_ones):
+    _, folder = wrong_ones
 
-    done = launch([*check, "--ddp", "mine.py:MyDDP"], tmp_path)
+    page = json.loads((folder / "verdicts.json").read_text())
 
-    assert done.returncode == 1
-    page = json.loads((tmp_path / "verdicts.json").read_text())
     assert page["torch"] == torch.__version__
     by_name = {answer["claim"]: answer for answer in page["claims"]}
-    assert by_name.keys() == {"mean_gradient", "overlap"}
+    assert by_name.keys() == {"mean_gradient", "overlap", "strided"}
     wrong = by_name["mean_gradient"]
     assert (wrong["verdict"], wrong["kind"]) == ("wrong", "ddp")
-    assert wrong["implementation"] == "mine.py:MyDDP"
-    assert "/mine.py:" in wrong["finding"]  # where it crashed
+    assert wrong["implementation"] == "sums.py:MyDDP"
+    assert "/crashes.py:2 in crashes" in by_name["strided"]["finding"]
 
 
 OF_A_USER = """

@@ -1,6 +1,7 @@
 """The causes of what --ddp, --zero1, --zero2, --zero3, --fsdp and --muon may get wrong."""
 
 import copy
+import functools
 import time
 from functools import partial
 from typing import NamedTuple
@@ -718,7 +719,7 @@ def sleep_on_rank_0():
     """The others must wait for it, if they wait at all."""
     dist.barrier(group=pool.group())
     if pool.rank() == 0:
-        time.sleep(0.1)
+        time.sleep(0.3)
 
 
 def change_later(tensors):
@@ -739,11 +740,15 @@ def is_near(tensor, other):
     return tensor.shape == other.shape and torch.allclose(tensor, other, 1e-5, 1e-9)
 
 
-def looks_into_gradients(make, expected):
-    """After backward, which rank 0 begins late. `expected` is what the others have by then."""
-    plain = make_model("plain", precision())
-    trainer = make(copy.deepcopy(plain))
-    batch = make_batch(pool.rank(), 0, precision())
+@functools.cache  # it takes half a second, and several causes ask
+def seen_after_backward(function, arguments, keywords, dtype, ranks):
+    """Return what rank 1 and higher see when backward returns, and whether it changes then.
+
+    Rank 0 begins late, so the others have their own gradients if they do not wait.
+    """
+    plain = make_model("plain", dtype)
+    trainer = function(*arguments, copy.deepcopy(plain), **dict(keywords))
+    batch = make_batch(pool.rank(), 0, dtype)
     loss_of(plain(batch)).backward()
     own = [parameter.grad for parameter in plain.parameters()]
     trainer.optimizer.zero_grad()
@@ -751,10 +756,17 @@ def looks_into_gradients(make, expected):
     trainer.backward([batch])
     gradients = [local(p.grad) for p in trainer.model.parameters() if p.grad is not None]
     found = "something"
-    for name, factor in (("own", 1), ("own, divided", pool.world_size())):
+    for name, factor in (("own", 1), ("own, divided", ranks)):
         if all(map(is_near, gradients, [each / factor for each in own])):
             found = name
-    check(change_later(gradients), "gradients are final after backward")
+    return found, change_later(gradients)
+
+
+def looks_into_gradients(make, expected):
+    """`expected` is what the others have when backward returns."""
+    call = make.func, make.args, tuple(make.keywords.items())  # what tells partials apart
+    found, changes = seen_after_backward(*call, precision(), pool.world_size())
+    check(changes, "gradients are final after backward")
     check(pool.rank() == 0 or found == expected, f"it is {found}")
 
 

@@ -118,8 +118,7 @@ def congratulate(name):
 
 
 if __name__ == "__main__":
-    import pool
-
     status = main()
-    pool.shut_down()
+    if "pool" in sys.modules:  # its import takes seconds, and only --check needs it
+        sys.modules["pool"].shut_down()
     sys.exit(status)
