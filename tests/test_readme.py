@@ -289,14 +289,13 @@ def run_script(script, *arguments, cwd="/"):
 @pytest.mark.cpu
 def test_run_all_goes_in_the_order_of_reading_and_with_the_ranks_of_the_file(tmp_path):
     shutil.copy(ROOT / "run_all.sh", tmp_path)
-    for name in ("bench", "ddp", "data_parallel", "amp", "new"):
+    for name in ("bench", "data_parallel", "amp", "new"):
         (tmp_path / f"{name}.py").write_text("RANKS = 3  # of a grid\n" * (name == "new"))
 
     done = run_script(tmp_path / "run_all.sh")
 
     assert re.findall(r"--nproc-per-node (\d+) (\w+)", done.stdout) == [
         ("2", "data_parallel"),
-        ("2", "ddp"),
         ("2", "amp"),
         ("3", "new"),
     ]
