@@ -12,11 +12,11 @@ from launch import ALONE, ROOT, SET_UP, TORCHRUN, fork, launch, ranks_of
 
 NUMBER = r"(\d+\.\d)"
 LINES = [
-    r"[\w ]+{idea} · {ranks} ranks · {device}/\w+ · \d+\.\dM parameters in {dtype} · 2 steps",
-    r"step 1/2   loss \d+\.\d{{3}}",
+    r"[\w ]+{idea} · {ranks} ranks · {device}/\w+ · \d+\.\dM parameters in {dtype} · {steps} steps",
+    r"step 1/{steps}   loss \d+\.\d{{3}}",
     r"loss        \d+\.\d{{3}} → \d+\.\d{{3}}",
     r"vs 1 device loss, gradients and parameters "
-    r"(bitwise equal|equal within 1e-09: \de-\d\d) over 2 steps",
+    r"(bitwise equal|equal within 1e-09: \de-\d\d) over {steps} steps",
     rf"held/rank   params {NUMBER} MB   grads {NUMBER} MB   optimizer {NUMBER} MB"
     r"      \(1 device: .*\)",
     rf"sent/rank   {NUMBER} MB per step      formula .+ = {NUMBER} MB",
@@ -32,14 +32,16 @@ def test_demo(path, flags, tmp_path):
     shutil.copy(path, folder)
     # Three ranks add in another order than one device, so ddp trains in float64.
     ranks = 3 if path.name == "ddp.py" else ranks_of(path)
+    steps = 3 if path.name == "checkpoint.py" else 2  # it stops after 1/3 and 2/3
 
-    done = fork(path.name, "--steps", 2, *flags, ranks=ranks, cwd=folder)
+    done = fork(path.name, "--steps", steps, *flags, ranks=ranks, cwd=folder)
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""  # no warning, no progress in a log, no thread that outlives its group
     assert [left.name for left in folder.iterdir()] == [path.name]
     lines = iter(done.stdout.splitlines())
     names = {"idea": " idea" * len(flags), "ranks": ranks, "device": environment.DEVICE_TYPE}
+    names["steps"] = steps
     is_bitwise = "parameters bitwise equal" in done.stdout
     for line_of_any in LINES:  # in this order, with others between them
         pattern = line_of_any.format(**names, dtype="float32" if is_bitwise else "float64")
@@ -72,7 +74,9 @@ def test_torchrun_ends_with_the_error_of_a_demo(tmp_path):
 
     done = launch(command, tmp_path)
 
-    first, *_, last, rule = done.stderr.strip().splitlines()
+    lines = done.stderr.strip().splitlines()
+    # A slow rank is ended by torchrun, which warns of that.
+    first, *_, last, rule = [line for line in lines if not line.startswith("W")]
     assert first == "error: --steps 0: give 1 or more"
     assert last.endswith(first)
     assert set(rule) == {"="}
