@@ -28,6 +28,20 @@ def test_claim(kind, name, spec, remember):
     assert group == "holds", verdict.why
 
 
+@pytest.mark.cpu
+def test_experts_on_eight_ranks(monkeypatch):
+    """The pool has four workers. This test starts eight, and ends them."""
+    pool.shut_down(kill=True)
+    monkeypatch.setattr(pool, "planned", lambda: ("gloo", 8))
+
+    ours = judge("moe-mesh", "three_dimensions", KINDS["moe-mesh"].ours)
+    others = judge("moe-mesh", "three_dimensions", "wrong.moe_mesh:SumsOverTensorRanks")
+    pool.shut_down(kill=True)
+
+    assert ours.outcome == "holds", ours
+    assert others.outcome == "fails", others
+
+
 # ---- how it fails
 
 

@@ -36,8 +36,11 @@ class MoE(expert_parallel.MoE):
 
 
 def groups_of(mesh):
-    others = [name for name in mesh.mesh_dim_names if name != "ep"]
-    return [mesh.get_group(name) for name in ("ep", *others)]
+    others = tuple(name for name in mesh.mesh_dim_names if name != "ep")
+    if len(others) < 2:
+        return [mesh.get_group(name) for name in ("ep", *others)]
+    replicas = mesh[others]._flatten("replicas")
+    return [mesh.get_group("ep"), replicas.get_group()]
 
 
 class OnMesh(Ours):
@@ -199,3 +202,11 @@ def balance_on_any_mesh(make):
     balances(make, {"ep": 4}, [4, 2, 0, 5])
     balances(make, {"dp": 2, "ep": 2}, [4, 2, 0, 5])
     balances(make, {"tp": 2, "ep": 2}, [4, 5])
+
+
+@claim("moe-mesh", 8)
+def three_dimensions(make):
+    """On dp × tp × ep training, the norm and the auxiliary losses are those of one device."""
+    sizes = {"dp": 2, "tp": 2, "ep": 2}
+    trains_as_one_device(make, sizes, [4, 2, 0, 5], clip=0.5)
+    balances(make, sizes, [4, 2, 0, 5])

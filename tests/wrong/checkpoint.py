@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from claims.checkpoint import pieces_of
-from claims.meshes import in_whole
+from claims.meshes import LAYERS, in_whole, place_along
 
 from wrong.common import changed
 
@@ -107,6 +107,82 @@ def from_json(packed):
     return {**tensors, **json.loads(text)}
 
 
+class EqualStages(Plain):
+    """Takes all stages for equally large, as those of the mesh that saved."""
+
+    @classmethod
+    def pieces(cls, model, optimizer, mesh):
+        stage, stages = place_along(mesh, "pp")
+
+        def name_of(model, name):
+            first, _, rest = name.partition(".")
+            if first != "layers":
+                return name
+            number, _, rest = rest.partition(".")
+            return f"layers.{int(number) + LAYERS // stages * stage}.{rest}"
+
+        made = changed(cls, name_of=staticmethod(name_of))
+        return super(EqualStages, made).pieces(model, optimizer, mesh)
+
+
+class MovesPieces(Plain):
+    """Changes where the pieces lie."""
+
+    @classmethod
+    def pieces(cls, model, optimizer, mesh):
+        found = super().pieces(model, optimizer, mesh)
+        for name, parameter in named(model):
+            for kind in ("weight", "exp_avg", "exp_avg_sq"):
+                piece = found[f"{kind}/{in_whole(model, name)}"]
+                offset = cls.moved(piece.offset, parameter, mesh)
+                found[f"{kind}/{in_whole(model, name)}"] = piece._replace(offset=offset)
+        return found
+
+
+class EqualRows(MovesPieces):
+    @staticmethod
+    def moved(offset, parameter, mesh):
+        offset = list(offset)
+        for along, dim in parameter.split.items():
+            place, size = place_along(mesh, along)
+            offset[dim] = parameter.whole[dim] // size * place
+        return offset
+
+
+class OneCut(MovesPieces):
+    """A parameter that two dimensions of the mesh cut is taken for one that the first one cuts."""
+
+    @staticmethod
+    def moved(offset, parameter, mesh):
+        first = [*parameter.split.values()][:1]
+        return [place if dim in first else 0 for dim, place in enumerate(offset)]
+
+
+class OwnExperts(MovesPieces):
+    """Each rank's first expert is number 0."""
+
+    @staticmethod
+    def moved(offset, parameter, mesh):
+        experts = parameter.split.get("ep")
+        return [0 if dim == experts else place for dim, place in enumerate(offset)]
+
+
+class SavesTheHead(Plain):
+    """Several stages save a tied parameter as the head. One rank looks for the embedding."""
+
+    keeps_copies = False
+
+    @classmethod
+    def pieces(cls, model, optimizer, mesh):
+        found = super().pieces(model, optimizer, mesh)
+        is_left_out = model.is_tied and place_along(mesh, "pp")[1] > 1
+        return {
+            name: piece
+            for name, piece in found.items()
+            if not (is_left_out and name.endswith("/embedding"))
+        }
+
+
 class KeepsTheFirst(Plain):
     """A file that is there is not written again."""
 
@@ -119,13 +195,16 @@ class KeepsTheFirst(Plain):
 class OnlyRankZero(Plain):
     """Saves the shards of one rank."""
 
+    ranks = 2  # which save
+
     @classmethod
     def pieces(cls, model, optimizer, mesh):
         found = super().pieces(model, optimizer, mesh)
-        is_saving = dist.get_world_size() == 2
+        is_saving = dist.get_world_size() == cls.ranks
         return found if dist.get_rank() == 0 or not is_saving else {}
 
 
+OnlyRankZeroOfFour = changed(OnlyRankZero, ranks=4)
 OwnNames = changed(Plain, name_of=staticmethod(own_name))
 ForgetsMoments = changed(Plain, kinds=("weight",))
 ForgetsSteps = changed(Plain, kinds=("weight", "exp_avg", "exp_avg_sq"))
@@ -138,6 +217,12 @@ AsJson = changed(Plain, pack=staticmethod(without_generator), unpack=staticmetho
 MISTAKES = {
     "checkpoint": {
         "OwnNames": "fewer_stages",
+        "EqualStages": "stages",
+        "EqualRows": "fewer_tensor_ranks",
+        "OneCut": "grids",
+        "OwnExperts": "experts",
+        "OnlyRankZeroOfFour": "one_rank",
+        "SavesTheHead": "tied_stages",
         "ForgetsMoments": "tensor_ranks",
         "ForgetsSteps": "replicas",
         "ForgetsOptions": "shards",

@@ -55,6 +55,40 @@ class RouterOverExpertRanks(MoE):
         module.gate.weight.grad.copy_(own / group.size())
 
 
+class SumsOverTensorRanks(MoE):
+    """The same tokens count on each tensor-parallel rank."""
+
+    @staticmethod
+    def average_gradients(module, mesh):
+        MoE.average_gradients(module, mesh)
+        if "tp" in mesh.mesh_dim_names:
+            scale_experts(module, mesh.get_group("tp").size())
+
+
+class MeanOfRanksWithTokens(MoE):
+    """A rank without tokens does not count."""
+
+    def forward(self, x):
+        self.has_tokens = len(x) > 0
+        return super().forward(x)
+
+    @staticmethod
+    def average_gradients(module, mesh):
+        MoE.average_gradients(module, mesh)
+        number = torch.tensor(float(module.has_tokens))
+        dist.all_reduce(number)
+        for parameter in module.parameters():
+            parameter.grad *= mesh.size() / number
+
+
+class InFloat32(MoE):
+    @staticmethod
+    def average_gradients(module, mesh):
+        MoE.average_gradients(module, mesh)
+        for parameter in module.parameters():
+            parameter.grad.copy_(parameter.grad.float())
+
+
 class NormOfReplicas(MoE):
     """Replicas of an expert count each."""
 
@@ -107,6 +141,9 @@ MISTAKES = {
         "DividedByReplicas": "experts",
         "ReplicasNotReduced": "neighbours_are_replicas",
         "RouterOverExpertRanks": "replicated_experts",
+        "SumsOverTensorRanks": "tensor_ranks",
+        "MeanOfRanksWithTokens": "ranks_without_tokens",
+        "InFloat32": "float64",
         "NormOfReplicas": "clipping",
         "BalanceOfExpertRanks": "balance_on_any_mesh",
         "LastMicroBatch": "accumulation",

@@ -33,7 +33,7 @@ def reduces_norms_again(block, process_group):
         dist.all_reduce(parameter.grad)
 
     forgets_norms_inside(block, process_group)
-    for name in block._modules.keys() & {"q_norm", "k_norm"}:
+    for name in sorted(block._modules.keys() & {"q_norm", "k_norm"}):
         norm = getattr(block, name)
         norm.weight.register_post_accumulate_grad_hook(reduce)
     return block
@@ -78,6 +78,54 @@ def forgets_f(block, process_group):
     return without_checks(block)
 
 
+class SomeHeads(nn.Module):
+    """Of k or v: whole heads, which the ranks choose by themselves."""
+
+    def __init__(self, whole, heads):
+        super().__init__()
+        rows = (torch.as_tensor(heads)[:, None] * 8 + torch.arange(8)).flatten()
+        self.weight = nn.Parameter(whole.weight.detach()[rows])
+        self.bias = nn.Parameter(whole.bias.detach()[rows])
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)
+
+
+def chooses_key_heads(block, process_group, choose):
+    keys = {name: block._modules.pop(name) for name in ("k", "v")}
+    split(block, process_group)
+    for name, whole in keys.items():
+        heads = choose(whole.out_features // 8, process_group.rank())
+        block.add_module(name, SomeHeads(whole, heads))
+    return without_checks(block)
+
+
+def keeps_key_heads_whole(block, process_group):
+    """The rank's queries use the first of them, though others share theirs."""
+    return chooses_key_heads(block, process_group, lambda heads, rank: range(heads))
+
+
+def takes_every_other_key_head(block, process_group):
+    """Neighbours share a key head: rank 1 has the first one, as rank 0."""
+    return chooses_key_heads(block, process_group, lambda heads, rank: [rank % heads])
+
+
+def reduces_in_each_forward(block, process_group):
+    """A checkpoint runs forward twice."""
+
+    def before(norm, _):
+        def reduce(parameter):
+            handle.remove()
+            dist.all_reduce(parameter.grad)
+
+        handle = norm.weight.register_post_accumulate_grad_hook(reduce)
+
+    forgets_norms_inside(block, process_group)
+    for name in sorted(block._modules.keys() & {"q_norm", "k_norm"}):
+        getattr(block, name).register_forward_pre_hook(before)
+    return block
+
+
 def cuts_qkv_in_one_piece(block, process_group):
     """A rank then has the queries of all heads, and another the values."""
     if hasattr(block, "qkv"):
@@ -120,6 +168,9 @@ MISTAKES = {
     "tp-block": {
         "forgets_norms_inside": "norms_inside",
         "reduces_norms_again": "accumulation",
+        "keeps_key_heads_whole": "grouped_queries",
+        "takes_every_other_key_head": "fewer_key_heads_than_ranks",
+        "reduces_in_each_forward": "checkpointed_block",
         "adds_biases_on_every_rank": "block",
         "forgets_f": "block",
         "cuts_qkv_in_one_piece": "fused",

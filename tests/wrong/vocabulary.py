@@ -44,9 +44,9 @@ def plain(logits, target, label_smoothing=0.0, vocab_size=None, add=Sum, wrong="
     place = target.masked_fill(ignored, 0).unsqueeze(-1) - first
     is_here = (place >= 0) & (place < columns)
     of_target = shifted.gather(-1, place.where(is_here, 0)).where(is_here, 0.0)
-    total = shifted.exp().sum(-1)
-    total = add.apply(total)
-    mean = shifted.masked_fill(~is_word, 0.0).sum(-1) / V
+    total = add.apply(shifted.exp().sum(-1))
+    counted = columns * dist.get_world_size() if wrong == "smooths padding" else V
+    mean = shifted.masked_fill(~is_word, 0.0).sum(-1) / counted
     mean = add.apply(mean)
     if wrong == "local vocabulary":
         mean = shifted.mean(-1)
@@ -62,6 +62,7 @@ no_maximum = partial(plain, wrong="no maximum")
 own_maximum = partial(plain, wrong="own maximum")
 local_vocabulary = partial(plain, wrong="local vocabulary")
 megatrons_smoothing = partial(plain, wrong="Megatron's smoothing")
+smooths_over_padding = partial(plain, wrong="smooths padding")
 padding_counts = partial(plain, wrong="padding")
 ignored_count = partial(plain, wrong="ignored count")
 in_bfloat16 = partial(plain, wrong="bfloat16")
@@ -91,7 +92,7 @@ class PlainEmbedding(nn.Embedding):
         place = tokens - self.first
         is_here = (place >= 0) & (place < self.num_embeddings)
         row = place.where(is_here, 0)
-        x = F.embedding(row, self.weight)
+        x = F.embedding(row, getattr(self, "rows", self.weight))
         if self.hides:
             x = x * is_here.unsqueeze(-1)
         if self.padding is not None:
@@ -111,6 +112,27 @@ class AcceptsUnknownTokens(PlainEmbedding):
         return super().forward(tokens)
 
 
+class ForgetsTheRest(PlainEmbedding):
+    """Its first row is that of a vocabulary that the ranks divide."""
+
+    def __init__(self, num_embeddings, embedding_dim, padding_idx=None):
+        super().__init__(num_embeddings, embedding_dim, padding_idx)
+        self.first = num_embeddings // dist.get_world_size() * dist.get_rank()
+
+
+class KeepsItsOwnGradient(PlainEmbedding):
+    """It adds up its gradients itself, and writes them over those of the head."""
+
+    def forward(self, tokens):
+        self.rows = self.weight.detach().requires_grad_()
+        self.rows.register_hook(self.write)
+        return super().forward(tokens)
+
+    def write(self, gradient):
+        self.total = getattr(self, "total", 0.0) + gradient
+        self.weight.grad = self.total
+
+
 AddsFirstRows = changed(PlainEmbedding, hides=False)
 SumsGradientsToo = changed(PlainEmbedding, add=SumBothWays)
 
@@ -122,6 +144,7 @@ MISTAKES = {
         "local_vocabulary": "label_smoothing",
         "megatrons_smoothing": "label_smoothing",
         "padding_counts": "padding",
+        "smooths_over_padding": "smoothing_with_padding",
         "ignored_count": "ignored",
         "gradients_times_n": "loss",
         "divides_by_the_targets": "all_ignored",
@@ -131,6 +154,8 @@ MISTAKES = {
         "AddsFirstRows": "embedding",
         "SumsGradientsToo": "embedding",
         "ForgetsPaddingIdx": "padding_idx",
+        "ForgetsTheRest": "embedding_with_padding",
+        "KeepsItsOwnGradient": "tied_with_a_head",
         "AcceptsUnknownTokens": "unknown_tokens",
     },
 }
