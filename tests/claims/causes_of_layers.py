@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from claims import (
     all_reduce,
     attention,
+    clip_grad_norm,
     diloco,
     moe,
     registry,
@@ -18,6 +19,7 @@ from claims import (
     vocabulary,
 )
 from claims.causes import looks_like
+from claims.meshes import is_first, place_along
 
 LINEAR = "column-linear row-linear"
 
@@ -190,6 +192,90 @@ def column_inputs_not_summed():
         return sum_of(ours, plain, what) if is_evidence else plain
 
     return in_one_step(mend)
+
+
+# ---- the norm over a mesh
+
+
+def counting(counts, is_own=False):
+    """The norm of what counts(parameter, mesh) on each rank."""
+
+    def one_device(model, parameters, mesh, max_norm, options):
+        total = torch.zeros((), dtype=registry.precision())
+        for parameter in model.parameters():
+            if parameter.grad is not None and counts(parameter, mesh):
+                total += parameter.grad.square().sum()
+        norm = (total if is_own else total_of(total)).sqrt()
+        clip_grad_norm.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+    replaces = {"clip_grad_norm.one_device": one_device}
+    return replaces | ({"clip_grad_norm.same_on_all": ignore} if is_own else {})
+
+
+CLIP = "clip-grad-norm"
+OVER_ONE = "tensor_ranks data_parallel_ranks stages experts shards"
+
+
+@looks_like(
+    CLIP,
+    "data_parallel_ranks tensor_ranks experts shards_of_tensor_ranks stages_of_tensor_ranks",
+    "The norm counts a parameter on each rank that has a copy of it. Count it on one of them.",
+)
+def copies_count():
+    return counting(lambda parameter, mesh: True)
+
+
+@looks_like(
+    CLIP,
+    OVER_ONE,
+    "Each rank clips by the norm of its own gradients: add up the squares over the ranks first.",
+)
+def own_norm():
+    return counting(lambda parameter, mesh: True, is_own=True)
+
+
+@looks_like(
+    CLIP,
+    "tensor_ranks",
+    "The norm leaves out the parameters that all tensor-parallel ranks have.",
+)
+def replicated_left_out():
+    return counting(lambda parameter, mesh: "tp" in parameter.split)
+
+
+@looks_like(
+    CLIP,
+    "tied",
+    "The norm counts a parameter that two stages share on both. Count it on the first.",
+)
+def tied_counts_twice():
+    return counting(lambda parameter, mesh: True)
+
+
+@looks_like(
+    CLIP,
+    "stages stages_of_tensor_ranks",
+    "The norm is that of the first stage: other stages' parameters are left out.",
+)
+def other_stages_left_out():
+    def counts(parameter, mesh):
+        return is_first(parameter, mesh) and place_along(mesh, "pp")[0] == 0
+
+    return counting(counts)
+
+
+@looks_like(
+    CLIP,
+    "experts experts_on_stages",
+    "The norm leaves out the experts of all ranks but the first along ep.",
+)
+def other_experts_left_out():
+    def counts(parameter, mesh):
+        is_elsewhere = "ep" in parameter.split and place_along(mesh, "ep")[0] > 0
+        return is_first(parameter, mesh) and not is_elsewhere
+
+    return counting(counts)
 
 
 # ---- the vocabulary

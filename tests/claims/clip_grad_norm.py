@@ -74,8 +74,7 @@ def clips_as_one_device(make, sizes, max_norm=0.5, options=None, **how):
     mesh = make_mesh(**sizes)
     model, whole = with_gradients(mesh, **how)
     options = options or {}
-    parameters = set(whole.values())
-    norm = nn.utils.clip_grad_norm_(parameters, max_norm, **options)
+    norm = one_device(model, set(whole.values()), mesh, max_norm, options)
 
     found = make(model, max_norm, mesh, **options)
 
@@ -87,6 +86,10 @@ def clips_as_one_device(make, sizes, max_norm=0.5, options=None, **how):
         if gradient is not None:
             expected = shard(gradient, parameter.split, mesh)
             same(parameter.grad, expected, f"gradient of {name}")
+
+
+def one_device(model, parameters, mesh, max_norm, options):
+    return nn.utils.clip_grad_norm_(parameters, max_norm, **options)
 
 
 def number(found, like):

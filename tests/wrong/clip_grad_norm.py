@@ -92,7 +92,7 @@ forgets_stages = partial(plain, counts=of_the_first_stage)
 forgets_other_experts = partial(plain, counts=own_experts)
 forgets_experts_of_stages = partial(plain, counts=experts_of_the_first_stage)
 takes_shards_for_whole = partial(plain, counts=replicated_shards)
-own_norm = partial(plain, wrong="own norm")
+own_norm = partial(plain, counts=everything, wrong="own norm")
 sum_of_norms = partial(plain, wrong="sum of norms")
 hides_nan = partial(plain, wrong="hides NaN")
 hides_infinity = partial(plain, wrong="hides infinity")
@@ -122,6 +122,16 @@ MISTAKES = {
         "in_float32": "float64",
         "scales_up": "small_gradients",
         "only_the_norm": "shards",
+    },
+}
+CAUSES = {
+    "clip-grad-norm": {
+        "own_norm": "own_norm",
+        "counts_replicas": "copies_count",
+        "leaves_out_replicated": "replicated_left_out",
+        "counts_tied_twice": "tied_counts_twice",
+        "forgets_stages": "other_stages_left_out",
+        "forgets_other_experts": "other_experts_left_out",
     },
 }
 RIGHT = {"clip-grad-norm": {"plain": []}}
