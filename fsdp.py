@@ -9,9 +9,9 @@ parameters w, which are cut into w₀ and w₁ for N = 2 ranks:
                          ├ all-gather ┤
               rank 1  w₁ ┘            └ w  compute  free w
 
-    backward  rank 0  w₀ ┐            ┌ w  compute g  free w  g ┐                ┌ ḡ₀  optimizer
-                         ├ all-gather ┤                         ├ reduce-scatter ┤
-              rank 1  w₁ ┘            └ w  compute g  free w  g ┘                └ ḡ₁  optimizer
+    backward  rank 0  w₀ ┐            ┌ w  compute g, free w    g ┐                ┌ ḡ₀  optimizer
+                         ├ all-gather ┤                           ├ reduce-scatter ┤
+              rank 1  w₁ ┘            └ w  compute g, free w    g ┘                └ ḡ₁  optimizer
 
 ḡ is the mean of the g. While a unit computes, the next one is gathered, and in backward the
 gradients of the previous one are reduced.
@@ -28,14 +28,16 @@ it as a library (92). Four classes do the work:
     Schedule           what the units of a model share: which of them runs, and which comes next
 
 Cost per rank in elements, with Adam. The model has Ψ parameters. T of them are trained, and u are
-in the largest unit. The rows with + add to "between steps". 2u: this unit and the next. 3u: this
-unit's gradients, and the previous unit's in a send and in a receive buffer.
+in the largest unit. The rows with + add to "between steps".
 
                                    parameters  gradients  optimizer   sent per step, times (N-1)/N
     DDP                                Ψ           T         2T       2T
     FSDP between steps                Ψ/N         T/N       2T/N
-         reshard_after_forward=True   + 2u       + 3u                 2Ψ + T, so 3Ψ if all train
-         reshard_after_forward=False  + Ψ        + 3u                 Ψ + T
+         reshard_after_forward=True   + 2u ¹     + 3u ²               2Ψ + T, so 3Ψ if all train
+         reshard_after_forward=False  + Ψ        + 3u ²               Ψ + T
+
+    ¹ this unit and the next
+    ² this unit's gradients, and the previous unit's in a send and in a receive buffer
 
 Hybrid sharding sends 2T/N·(R-1)/R more. Section 4 has exceptions.
 
@@ -87,7 +89,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-# torch 2.13 warns about the old name.
+# torch 2.13 renamed all_gather_into_tensor, and warns about the old name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # --------------------------------------------------------------------------------------------------
@@ -165,7 +167,7 @@ class ShardedParameter:
         self.group = group
         self.owners = owners  # [(module, attribute), …]: several if the parameter is tied
         self.shape = original.shape
-        # The original's, but without gaps.
+        # The original's stride. If the original is a slice with gaps, the stride without them.
         self.stride = torch.empty_like(original, device="meta").stride()
         self.start_in_unsharded = start_in_unsharded  # offset of its first element
         # Above, shard_start is 48 on rank 1. So there, the weight is at -48 to 12 of the shard.
@@ -185,7 +187,7 @@ class ShardedParameter:
         return flat.as_strided(self.shape, self.stride, self.start_in_unsharded)
 
     def part_of_shard(self, shard):
-        """Return its part of `shard`. It has `shape`'s number of dimensions.
+        """Return its part of `shard`, with as many dimensions as `shape`, but at least 1.
 
         Scripts often give weight decay only to parameters of two dimensions.
         """
@@ -201,8 +203,8 @@ class ParameterGroup:
 
     @torch.no_grad()
     def __init__(self, originals, settings, device):  # originals: {nn.Parameter: its owners}
-        # `settings` are the arguments of fully_shard. The process groups are of the ranks with the
-        # other shards, and of those with copies of this one.
+        # fully_shard makes `settings` of its arguments. settings.axes: first the group of the other
+        # shards, then, with hybrid sharding, that of the copies.
         self.process_group, *self.replicate_groups = settings.axes
         self.divide_factor = settings.divide_factor
         dtype = next(iter(originals)).dtype
@@ -269,11 +271,11 @@ class ParameterGroup:
 
     @torch.no_grad()
     def collect_gradients(self):
-        """Move each .grad into `gradients`. Add it, because no_sync() keeps earlier ones there."""
+        """Add each .grad to `gradients`, and clear it. no_sync() keeps earlier sums there."""
         if not any(parameter.sharded.requires_grad for parameter in self.parameters):
             return  # all are frozen
         if self.gradients is None:
-            # The padding is sent, too. It needs zeros, because NCCL may look for NaN.
+            # The padding is sent, too, so it must hold zeros: NCCL can be told to check for NaN.
             self.gradients = torch.zeros_like(self.unsharded, dtype=self.reduce_dtype)
         for parameter in self.parameters:
             gradient = parameter.unsharded.grad
@@ -329,26 +331,31 @@ def sum_in_rank_order(received, shard_size):
 # module and registers the Unit's pre_forward and post_forward as hooks. post_forward registers
 # pre_backward as a hook of the outputs. pre_forward puts PostBackward into the graph, which calls
 # post_backward. The first step records which unit comes next, so that later steps unshard it early.
-# Here is a later step of a model that calls the units 0, 1 and 2. The model's own unit has no
-# parameters here: it only starts gather 0.
+# Here is a later step of a model that calls the units 0, 1 and 2. M is the model's own unit, which
+# has no parameters here.
 #
 #                      waits for   frees     then starts          units in memory, or on their way
+#    pre_forward M                           gather 0             0
 #    pre_forward 0     gather 0              gather 1             0 1
 #    post_forward 0                unit 0                           1
 #    pre_forward 1     gather 1              gather 2               1 2
 #    post_forward 1                unit 1                             2
 #    pre_forward 2     gather 2              (unit 2 is next)         2
 #    post_forward 2                unit 2
-#    pre_backward 2    gather 2              gather 1               1 2
+#    post_forward M
+#    pre_backward 2    gather 2              (M is next)              2
+#    pre_backward M                          gather 1               1 2
 #    post_backward 2               unit 2    reduce 2               1
 #    pre_backward 1    gather 1              gather 0             0 1
 #    post_backward 1   reduce 2    unit 1    reduce 1             0
 #    pre_backward 0    gather 0                                   0
-#    post_backward 0   reduce 1    unit 0    reduce 0
+#    post_backward M   reduce 1                                   0
+#    post_backward 0               unit 0    reduce 0
 #    end_backward      reduce 0
 #
-# pre_backward 2 also has to start gather 2. pre_forward 2 would have to start it earlier, but then
-# unit 2 is unsharded.
+# Nobody starts the second gather 2 early: when pre_forward 2 starts what comes next, that is unit 2
+# itself, which is still unsharded. So pre_backward 2 starts it. The model's input needs no gradient
+# here. So no PostBackward calls post_backward M and post_backward 0, but end_backward does.
 
 
 def make_unit(module, groups, settings):
@@ -380,11 +387,9 @@ class Schedule:
         self.units = units
         self.outermost = None  # during a forward, the unit that the user called: mostly the model
         self.backward_is_running = False
-        self.latest = None  # the latest unshard() of the step: (unit, in_backward())
-        # The unit of the unshard() after that. For two units: {None: unit 0, (unit 0, False):
-        # unit 1, (unit 1, False): unit 1, (unit 1, True): unit 0}.
-        self.next_unit = {}
-        self.marks = []  # for no_sync() of section 4: on .grad of the gradients that it keeps
+        self.latest = None  # (unit, in_backward()) of the latest unshard(); None: none in this step
+        self.next_unit = {}  # {(unit, in_backward()): which was unshard()ed next in the last step}
+        self.marks = []  # (parameter, NaN mark, old .grad) per gradient that no_sync() keeps
 
     def reshard_all(self):
         self.latest = None
@@ -424,14 +429,15 @@ class PostBackward(torch.autograd.Function):
 
 
 class Unit:
-    """The hooks of a module, in the order of a step. Each is followed by what it calls first."""
+    """The hooks of a module, in the order of a step. Each helper follows its first caller."""
 
     def __init__(self, groups, settings):
         self.groups = groups  # ParameterGroups
         self.settings = settings
         self.schedule = None  # set by make_unit
         self.awaits_post_backward = False  # pre_backward has run, and post_backward has not
-        # Of section 4. "no_sync": send nothing yet; "keep_unsharded": free nothing.
+        # Names of the contexts of section 4 that are active: "no_sync": send nothing yet;
+        # "keep_unsharded": free nothing.
         self.contexts = []
 
     def pre_forward(self, module, args, kwargs):
@@ -451,11 +457,12 @@ class Unit:
 
     def unshard(self):
         """Wait until this unit is unsharded, and begin to unshard the unit that comes next."""
-        self.start_unshard()  # mostly, the unit before has called this: see the last line
+        # Usually done already: the last line of the previous unit's unshard() starts it.
+        self.start_unshard()
         for group in self.groups:
             group.finish_unshard()
         schedule = self.schedule
-        schedule.next_unit[schedule.latest] = self  # for the next step
+        schedule.next_unit[schedule.latest] = self  # for the next step; nobody reads that of None
         schedule.latest = (self, in_backward())
         if schedule.latest in schedule.next_unit:  # from the step before
             schedule.next_unit[schedule.latest].start_unshard()
@@ -475,6 +482,9 @@ class Unit:
             self.reshard(free=self.settings.reshard_after_forward or not torch.is_grad_enabled())
         if self.schedule.outermost is self:
             self.schedule.outermost = None
+
+    def tensors_in(self, output):  # section 5: those that have a graph
+        return tensors_in(output)
 
     def reshard(self, free=True):
         for group in self.groups:
@@ -520,11 +530,6 @@ class Unit:
         schedule.mark_kept_gradients()
         schedule.backward_is_running = False
 
-    # Section 5 has this. It yields tensors that have a graph.
-
-    def tensors_in(self, output):
-        return tensors_in(output)
-
 
 # --------------------------------------------------------------------------------------------------
 # 4. What users call, on all ranks: units and their policies, accumulation, clipping.
@@ -562,7 +567,7 @@ class CPUOffloadPolicy:
 
 
 class Settings(NamedTuple):
-    """The arguments of fully_shard."""
+    """What fully_shard makes of its arguments."""
 
     axes: list  # process groups: of the other shards, and of the copies
     reshard_after_forward: bool
@@ -626,8 +631,8 @@ def context(module, name):
 def no_sync(module):
     """Send nothing: add up gradients, in T more elements. The next backward outside sends them.
 
-    Until then, .grad is NaN. If zero_grad() clears it, it clears the gradients kept here, too. A
-    write to .grad.data is not seen.
+    Until then, .grad is NaN. zero_grad() also drops what is kept here, because it clears that NaN.
+    We do not notice a write to .grad.data.
     """
     return context(module, "no_sync")
 
@@ -645,8 +650,8 @@ def clip_grad_norm_(module, max_norm, norm_type=2.0, *, counted=None, process_gr
     """Scale the gradients so that their norm over all ranks is at most `max_norm`.
 
     Return the norm that they had before, in float64. `norm_type` is PyTorch's, such as `torch.inf`.
-    If the model is split otherwise, too, give those `process_groups`. counted(parameter) must be
-    True on one of their ranks with a copy.
+    If the model is split otherwise, too, give those `process_groups`. If several ranks of these
+    groups hold the same parameter, counted(parameter) must be True on exactly one.
     """
     norm_type = float(norm_type)
     if not norm_type > 0:
@@ -915,7 +920,9 @@ def check_last_backward(schedule):
 def check_shards(group):
     """Refuse shards that the user moved or replaced, or changed while they are gathered."""
     if group.is_gathered and group.version != group.shard._version:  # which misses writes to .data
-        raise RuntimeError("shards changed after the gather; leave keep_unsharded() first")
+        raise RuntimeError(
+            "shards changed after the gather; leave keep_unsharded() first, or step after backward"
+        )
     memory = group.shard.untyped_storage().data_ptr()
     for parameter in group.parameters:
         check_hooks(name_of(parameter), parameter.sharded, own=1)
@@ -999,8 +1006,8 @@ def tensors_in(output):
 
 
 # Which gradients exist: finish_reduce() must know whether any rank has one of a parameter. A rank
-# without one sends -0.0 in all elements. A rank with one sends no -0.0. A sum is -0.0 only if all
-# ranks sent -0.0.
+# without one sends -0.0 in all elements. A rank with one sends no -0.0, as it was added to 0.0, and
+# 0.0 + -0.0 is 0.0. A sum is -0.0 only if all ranks sent -0.0.
 
 
 def mark_missing_gradients(group):
