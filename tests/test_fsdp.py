@@ -869,6 +869,11 @@ def step_between_forward_and_backward(unit):
     loss.backward()
 
 
+def step_before_backward_without_resharding(_):
+    unit = fully_shard(nn.Linear(6, 2), reshard_after_forward=False)
+    step_between_forward_and_backward(unit)
+
+
 def gradient_penalty(unit):
     x = make_batch(0, 0).requires_grad_()
     (slope,) = torch.autograd.grad(unit(x).sum(), x, create_graph=True)
@@ -949,6 +954,7 @@ WRONG = {
     view_that_a_module_keeps: "kept is a view of a parameter",
     optimizer_made_before: "make the optimizer after",
     step_between_forward_and_backward: "changed between forward and backward",
+    step_before_backward_without_resharding: "step after backward",
     gradient_penalty: "create_graph=True",
     parameter_added_later: "scale is in no unit",
     write_in_forward: "forward wrote to Writes.weight",
