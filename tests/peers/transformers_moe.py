@@ -1,4 +1,4 @@
-"""transformers==5.23.0: Mixtral's block, on one rank."""
+"""transformers==5.24.0: Mixtral's block, on one rank."""
 
 import torch.distributed as dist
 from transformers import MixtralConfig
