@@ -14,8 +14,9 @@ The loss is a mean over samples. If ranks hold equal shares of the batch, the me
 gradients is the gradient of the whole batch. With several micro-batches, each rank first adds up
 its own gradients; then the ranks average the sums.
 
-If ranks have unequal numbers of unmasked tokens, a rank's loss must be N times the sum over its
-tokens, divided by the number of tokens of all ranks and micro-batches (docs/training_loops.md).
+If ranks have unequal numbers of unmasked tokens, a rank's loss must be the sum over its tokens,
+divided by the number of tokens of all ranks and micro-batches, and times N, because averaging
+divides by N (docs/training_loops.md).
 
 Cost per rank in elements, with Adam, for a model of Ψ parameters on N ranks:
 
@@ -167,8 +168,8 @@ def broadcast(tensors, process_group):
         # As bytes, because gloo has no int16 and no float8.
         dist.broadcast(flat.view(torch.uint8), group=process_group, group_src=0)
         for tensor, values in zip(bucket, views_of(flat, bucket), strict=True):
-            # detach() shares the version counter of `tensor`. So this counts as a write, and the
-            # optimizer of amp.py notices it. If it must not count, the caller passes `.data`.
+            # It increases the version of `tensor`, as any write does. A caller who must not do that
+            # passes `.data`.
             tensor.detach().copy_(values)
 
 
@@ -209,7 +210,12 @@ class DistributedDataParallel(nn.Module):
             "check_reduction": check_reduction,
             "output_device": output_device not in (None, *(device_ids or ())),
         }
-        check_arguments(module, process_group, others, unsupported)
+        compared = {  # what ranks send depends on these
+            "bucket_cap_mb": bucket_cap_mb or 25,
+            "broadcast_buffers": bool(broadcast_buffers),
+            "find_unused_parameters": bool(find_unused_parameters),
+        }
+        check_arguments(module, process_group, others, unsupported, compared)
         self.module = module
         self.device_ids = device_ids  # if given, inputs are moved to the device of the module
         self.broadcast_buffers = broadcast_buffers
@@ -217,6 +223,7 @@ class DistributedDataParallel(nn.Module):
         self.bucket_bytes_cap = (bucket_cap_mb or 25) * 2**20
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
+        self._comm_hook = None  # or (state, hook), which replaces the all-reduce
         self.require_backward_grad_sync = True  # False inside no_sync()
         self.require_forward_param_sync = True  # whether the next forward broadcasts the buffers
         broadcast(module.parameters(), process_group)
@@ -259,13 +266,13 @@ class DistributedDataParallel(nn.Module):
         if self.device_ids:
             inputs, kwargs = self._to_device((inputs, kwargs))
         if self.broadcast_buffers and self.require_forward_param_sync:
-            # .data: this does not count as a write, which would make the backward of a graph that
-            # has saved the buffer raise an error.
+            # .data leaves the version as it is. Otherwise backward would raise an error if an
+            # earlier graph saved the buffer.
             broadcast([buffer.data for buffer in self.module.buffers()], self.process_group)
         will_average = torch.is_grad_enabled() and self.require_backward_grad_sync
         self.require_forward_param_sync = will_average
         if will_average:
-            check_ready(self)
+            check_ready(self)  # the last backward has ended, and the parameters are the same
             self._will_average = True
         output = self.module(*inputs, **kwargs)
         if will_average:
@@ -279,8 +286,9 @@ class DistributedDataParallel(nn.Module):
         self._fill(parameter)
         if self.find_unused_parameters:
             self._queue_finish_with_unused()
-        elif self._buckets[-1].work:  # buckets are sent in order, so all gradients are there
-            # Autograd calls it at the end of this backward.
+        elif self._buckets[-1].work:
+            # Buckets are sent in order, so this is the last gradient. Autograd calls
+            # _finish_backward at the end of this backward.
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
     def _fill(self, parameter):
@@ -312,14 +320,14 @@ class DistributedDataParallel(nn.Module):
 
     # The library's part. Section 3 has the functions.
 
-    _comm_hook = None  # (state, hook)
     _finish_is_queued = False  # True if finish_with_unused() runs at the end of this backward
 
     @contextmanager
     def no_sync(self):
         """A backward sends nothing if its forward ran in here. Gradients add up in .grad.
 
-        After the next forward outside, backward adds to them and averages the sum.
+        After the next forward outside, backward adds to them and averages the sum. An earlier
+        forward outside, whose backward has not run yet, makes the next backward average, too.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -369,8 +377,8 @@ def hook_outputs(ddp, output):
 
     def pre_backward(_):  # a tensor's hook gets its gradient
         ddp._will_average = True
-        # Backward may reach no parameter on this rank. If gradients are enabled, by create_graph,
-        # this backward only computes what a later one starts from.
+        # Backward may reach no parameter on this rank. With create_graph, gradients are enabled:
+        # this is an inner backward, such as that of a gradient penalty, and the outer one averages.
         if ddp.find_unused_parameters and not torch.is_grad_enabled():
             queue_finish_with_unused(ddp)
 
@@ -459,8 +467,8 @@ def run_comm_hook(ddp, bucket, state, hook):
     """Return a future that is done when the mean that `hook` computes is in the bucket."""
     # The hook of an earlier bucket may issue a second collective when its first has ended. Over
     # gloo, that time differs between ranks, so collectives of two buckets could mix. Over NCCL, a
-    # future is done as soon as its work is in a stream. To wait for it would make the rest of
-    # backward wait for the earlier bucket.
+    # future is done as soon as its work is in a stream, so this does not wait, which would delay
+    # the rest of backward.
     for earlier in ddp._buckets[: ddp._buckets.index(bucket)]:
         if not earlier.work.done():
             earlier.work.wait()
@@ -490,7 +498,7 @@ def check_ready(ddp):
         names = [name for name, p in ddp.module.named_parameters() if p in missing]
         raise RuntimeError(
             "Expected to have finished reduction in the prior iteration: backward raised, or "
-            f"did not reach {', '.join(names)}; try find_unused_parameters=True"
+            f"did not reach {', '.join(names) or 'its end'}; try find_unused_parameters=True"
         )
     # torch.func.functional_call puts tensors, or all parameters of another module, in place of the
     # parameters. Their gradients stay on this rank, as in PyTorch.
@@ -532,9 +540,12 @@ def check_comm_hook(ddp):
         )
 
 
-def check_arguments(module, process_group, others, unsupported):
-    """Raise an error if an argument or the module is not supported: on all ranks, if on one."""
-    # Raises TypeError for an argument that PyTorch's class does not have.
+def check_arguments(module, process_group, others, unsupported, compared):
+    """Raise an error if an argument or the module is not supported: on all ranks, if on one.
+
+    Raise TypeError, on this rank, for an argument that PyTorch's class does not have. `compared`
+    has arguments that must be the same on all ranks.
+    """
     inspect.signature(nn.parallel.DistributedDataParallel).bind(module, **others)
     set_names = [name for name, is_set in unsupported.items() if is_set]
     problems = [f"{name} is not supported by ddp.py; leave it out" for name in set_names]
@@ -550,7 +561,7 @@ def check_arguments(module, process_group, others, unsupported):
                 f"{name} {child}: forward shrinks rows, on each rank those of its own batch; leave "
                 "max_norm out, and shrink the rows after the optimizer's step"
             )
-    facts = []
+    facts = [f"{name}={value}" for name, value in compared.items()]
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         facts.append(f"{name}: {tuple(tensor.shape)}, {tensor.dtype}, {tensor.requires_grad=}")
         is_dense = tensor.layout == torch.strided

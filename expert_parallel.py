@@ -151,7 +151,9 @@ class Experts(nn.Module):
     def __init__(self, num_experts, hidden, ffn_hidden):
         super().__init__()
         self.groups = None  # Groups, after parallelize()
-        self.differ_between_ranks = []  # ddp.py, zero.py and fsdp.py refuse to average over these
+        # After parallelize(), the ranks that hold other experts. ddp.py, zero.py and fsdp.py refuse
+        # to average over them.
+        self.differ_between_ranks = []
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * ffn_hidden, hidden))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden, ffn_hidden))
         for weight in self.parameters():
@@ -187,7 +189,11 @@ class MoE(nn.Module):
                          (top_k=1) stays (Switch): 1 would give the router no gradient
     num_shared_experts   experts that see every token (DeepSeekMoE), as one wide expert
     capacity_factor      limits the rows of an expert: see limit_slots()
-    bias_update_rate     balances the experts by a bias: see update_bias()
+    bias_update_rate     balances the experts by a bias: call update_bias() once a step
+
+    After a forward, aux_loss (Switch's, which is 1 if the experts are balanced) and z_loss
+    (ST-MoE's, which keeps logits small) are those of all ranks' tokens. Add them to the loss, with
+    a weight.
 
     If forward gets a mask, (…), the balance losses and the bias count only tokens whose mask is
     True or 1. All tokens are computed.
@@ -223,17 +229,17 @@ class MoE(nn.Module):
         self.register_buffer("bias", bias, persistent=bias_update_rate is not None)
 
     def forward(self, x, mask=None):
-        check_router_logits()
+        check_router_logits()  # transformers cannot record those of this router
         tokens = x.flatten(0, -2)  # (tokens, hidden)
         weights, chosen = self.route(tokens, mask)
         self._count_load()  # for the bias
         slots, counts, num_slots = self.assign_slots(chosen)
         rows = tokens.new_zeros(num_slots + 1, tokens.shape[1])
-        # slots is (k, tokens): k copies of each token. Dropped choices share the extra slot.
-        rows[slots] = tokens
+        # slots[j, t] is the row of token t's choice j. Dropped choices share the extra slot.
+        rows[slots] = tokens  # broadcast over the k choices
         results = self.run_experts(rows[:-1], counts)
         results = F.pad(results, (0, 0, 0, 1))  # zeros for the extra slot
-        output = (results[slots] * weights.T[..., None]).sum(0)  # first choice first
+        output = (results[slots] * weights.T[..., None]).sum(0)  # over the choices
         if self.shared_experts is not None:
             output = output + self.shared_experts(tokens, [len(tokens)])
         return output.view_as(x)
@@ -286,17 +292,17 @@ class MoE(nn.Module):
         order = of_rows.argsort(stable=True)
         results = self.experts(rows[order], received_counts.sum(0).tolist())
         by_sender = results[order.argsort()]
-        # In backward, an expert adds up the gradients of N ranks' losses, and the loss is their
-        # mean. So gradients are divided by N before the expert. Behind it they are multiplied by N
-        # again, because a token needs the gradient of its own rank's loss.
+        # An expert adds up the gradients of N ranks' losses, and the loss is their mean. So
+        # backward divides by N at by_sender, before it reaches the expert. Then, at rows, it
+        # multiplies by N again, because a token needs the gradient of its own rank's loss.
         divisor = groups.divisors[0]  # N, or 1 if the loss is a sum
-        scale_gradient(by_sender, 1 / divisor)
+        scale_gradient(by_sender, 1 / divisor)  # by a hook
         scale_gradient(rows, divisor)
         return AllToAllRows.apply(by_sender, from_ranks, to_ranks, group)
 
     # The library's part. Sections 4 and 5 have the functions.
 
-    # Of the last forward: logits, chosen experts, and which tokens are masked, (tokens, 1).
+    # Of the last forward: logits, chosen experts, and which tokens are not counted, (tokens, 1).
     routing = (None, None, None)
     total = None  # sums over all ranks, which balance_losses() keeps for a second call
     load = 0  # (E,), how often this rank chose each expert since update_bias()
@@ -377,10 +383,10 @@ def split_parameters(module, groups=None):
 def broadcast(tensor, groups):
     """Give all W ranks the values of the first one."""
     values = tensor.contiguous()
-    # First over edp_group: then rank 0 of every process_group has the same values.
+    # First over edp_group, if there is one: then rank 0 of every process_group has the same values.
     for group in reversed(groups.axes):
         dist.broadcast(values, group=group, group_src=0)
-    # After expand(), all elements along a dimension are one.
+    # After expand(), a dimension of stride 0 has one element in memory. Write it once.
     elements = tuple(slice(None if stride else 1) for stride in tensor.stride())
     tensor[elements] = values[elements]
 
@@ -526,8 +532,8 @@ def balance_losses(layer):
     groups = layer.experts.groups
     if layer.total is None:
         layer.total = sum_over_ranks(sums.detach().clone(), groups)
-    # The total has no gradient. The difference is 0, with the gradient of this rank's sums. W
-    # cancels the division in average_gradients().
+    # The total has no gradient. `own` is 0, and has the gradient of this rank's sums, times W,
+    # which cancels the division in average_gradients().
     W = math.prod(groups.divisors) if groups else 1
     num_tokens = layer.total[:E].sum().clamp(min=1) / layer.top_k
     own = W * (sums - sums.detach())
@@ -554,7 +560,8 @@ def update_bias(layer):
     """Prefer experts with less than the mean load (DeepSeek-V3, §2.1.2)."""
     if layer.bias_update_rate is None:
         raise ValueError("update_bias() needs a rate; give MoE a bias_update_rate")
-    load = sum_over_ranks(layer.load + 0 * layer.bias, layer.experts.groups)
+    load = layer.load + torch.zeros_like(layer.bias)  # a tensor, even if no forward has counted
+    load = sum_over_ranks(load, layer.experts.groups)
     layer.bias += layer.bias_update_rate * (load.mean() - load).sign()
     layer.load = 0
 
@@ -657,19 +664,22 @@ def check_router_logits():
 
 def check_split(module, layers, groups):
     """Raise ValueError on all ranks if they disagree, or if the split would do damage."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    model = [f"{name}: {[*tensor.shape]}, {tensor.dtype}" for name, tensor in tensors]
+    model += [f"MoE: {layer.top_k=}, {layer.capacity_factor=}" for layer in layers]
+    for number, group in enumerate(groups.axes):
+        # The ranks of an edp_group must have the same place in their process_groups.
+        # In process_group, whose number is 0, their places differ.
+        facts = [groups.divisors, groups.size, groups.rank * number, *model]
+        what = "loss, size of process_group, in edp_group the same number in it, and model"
+        check_same_on_all_ranks(what, facts, group)
     for layer in layers:
         if layer.num_experts % groups.size:
             raise ValueError(
                 f"{layer.num_experts} experts do not divide by {groups.size} ranks; "
                 "make process_group smaller, and use edp_group for more ranks"
             )
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    model = [f"{name}: {[*tensor.shape]}, {tensor.dtype}" for name, tensor in tensors]
-    for number, group in enumerate(groups.axes):
-        # The ranks of an edp_group must have the same place in their process_groups.
-        facts = [groups.divisors, groups.size, groups.rank * number, *model]
-        what = "loss, size of process_group, in edp_group the same number in it, and model"
-        check_same_on_all_ranks(what, facts, group)
+    for group in groups.axes:
         members = set(dist.get_process_group_ranks(group))
         for name, child in module.named_modules():
             differ = members.intersection(getattr(child, "differ_between_ranks", []))

@@ -562,6 +562,13 @@ def test_ranks_that_hold_different_slices_are_no_replicas():
         wrap(model)
 
 
+@pytest.mark.parametrize("name", ["bucket_cap_mb", "broadcast_buffers", "find_unused_parameters"])
+@pool.on(2)
+def test_an_argument_that_decides_what_is_sent_is_the_same_on_all_ranks(name):
+    with pytest.raises(ValueError, match=f"{name}.*rank 0"):
+        wrap(make_model("plain"), **{name: pool.rank()})
+
+
 @pytest.mark.parametrize("name", ["dim", "check_reduction", "static_graph", "output_device", "dmi"])
 @pool.on(2)
 def test_an_argument_that_is_not_supported_is_an_error(name):

@@ -149,9 +149,11 @@ def test_groups_that_do_not_fit_are_an_error():
         ep.average_gradients(model, second, first)
 
 
+@pytest.mark.parametrize("name", ["num_experts", "top_k", "capacity_factor"])
 @pool.on(2)
-def test_models_that_differ_are_an_error_on_all_ranks():
-    model = make_model(num_experts=4 + 2 * pool.rank())
+def test_models_that_differ_are_an_error_on_all_ranks(name):
+    value = {"num_experts": 3, "top_k": 1, "capacity_factor": 1.0}[name] + pool.rank()
+    model = make_model(**{name: value})  # 3 experts do not divide by 2 ranks either
     with pytest.raises(ValueError, match="number in it, and model"):
         ep.parallelize(model, pool.group())
 
