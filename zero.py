@@ -15,8 +15,8 @@ part of the parameters alone. So each rank updates 1/N of them, and keeps their 
 Read section 1 for the idea (13 minutes), to section 4 for the technique (64), and the rest to use
 it as a library (95).
 
-The bytes that a rank holds, and the elements that it sends, times (N-1)/N, in a step of m
-backwards. There are Ψ parameters of 16 bits, with Adam and fp32 master weights. Sharded gradients
+Per rank, in a step of m backwards: the bytes held, and the elements sent (multiply these by
+(N-1)/N). There are Ψ parameters of 16 bits, with Adam and fp32 master weights. Sharded gradients
 are in fp32:
 
            parameters  gradients  optimizer  sent     sent with no_sync()
@@ -26,7 +26,8 @@ are in fp32:
     Zero3  0           4Ψ/N       12Ψ/N      3mΨ      (2m+1)Ψ
 
 In no_sync(), gradients are whole. A bucket of gradients is held twice while it is reduced. step()
-and clip_grad_norm_() also all-reduce a byte per parameter tensor and bucket.
+and clip_grad_norm_() also all-reduce a byte per parameter tensor and bucket. clip_grad_norm_() also
+gathers a norm of 8 bytes from each rank, in every group.
 
 Gradients are added in rank order and divided by N. So training without clipping is bitwise equal to
 one device that does the same. For two backwards a and b in a step on two ranks, Zero2 and Zero3 add
@@ -95,7 +96,8 @@ class ShardedParameter:
 
     def rows(self, tensor):
         flat = tensor.detach().reshape(-1)
-        return F.pad(flat, (0, -flat.numel() % self.N)).view(self.N, -1)
+        padding = -flat.numel() % self.N
+        return F.pad(flat, (0, padding)).view(self.N, -1)
 
     def reduce_scatter(self, _=None):  # hooks get an argument
         """Move the gradient to the shards: to each its row of the mean over ranks."""
@@ -153,8 +155,8 @@ class Zero3Unit(nn.Module):
         zero2_hooks(self.sharded)
         for each in self.sharded:
             each.free()
-            # Hooks run in order: this after reduce_scatter(). A frozen or unused parameter stays
-            # whole.
+            # Hooks run in order: this after reduce_scatter(). Backward leaves a frozen or unused
+            # parameter whole; the end of the next forward frees it.
             each.parameter.register_post_accumulate_grad_hook(each.free)
 
     def gather(self, _=None):
@@ -181,8 +183,10 @@ class Zero3Unit(nn.Module):
 #     flat    ■■■□              ■■■□                the parameters are views of it
 #     shard   ■■                ■□                  this rank's part, a view of flat
 #     master  ■■                ■□                  the shard, or its copy in fp32
-#     slots   weight ■■         weight ■, bias □    shards of parameters: views of master
+#     slots   weight ■■         weight ■, bias □    parameters' parts of master: slot.master
 #     grad    ■■                ■□                  gradients, added over the ranks
+#
+# The picture leaves out padding: see flatten_and_move().
 
 
 def flatten_and_move(parameters, N):
@@ -197,7 +201,7 @@ def flatten_and_move(parameters, N):
     flat = first.new_zeros(round_up(total, N * 16 // first.itemsize))
     start = 0
     for parameter, numel in zip(parameters, numels, strict=True):
-        stride = torch.empty_like(parameter, device="meta").stride()  # its own, without gaps
+        stride = torch.empty_like(parameter, device="meta").stride()  # that of a dense copy
         view = flat.as_strided(parameter.shape, stride, start)
         parameter.data = view.copy_(parameter.data)
         start += numel
@@ -209,7 +213,7 @@ def round_up(number, multiple):
 
 
 class Slot:
-    """The place of one parameter in its bucket. Comments have the numbers of rank 1 above."""
+    """The place of one parameter in its bucket. Comments have rank 1's numbers in the picture."""
 
     def __init__(self, parameter, bucket):
         self.parameter = parameter
@@ -220,7 +224,7 @@ class Slot:
         end = first + parameter.numel()
         # weight 0 to 1, bias 1 to 2. Indexing stops at the shard's end, if `end` is beyond it.
         self.in_shard = slice(max(0, first), max(0, end))
-        self.shard = bucket.master[self.in_shard]  # this rank's elements, if any: ■ and □
+        self.master = bucket.master[self.in_shard]  # this rank's elements, if any: ■ and □
         self.is_reduced = False  # whether this rank's gradient is in bucket.grad already
 
     def view(self, flat):
@@ -247,7 +251,8 @@ class Bucket:
 
     def start_reduce(self):
         """Move the gradients out of .grad, and begin to send part r of them to rank r."""
-        gradients = torch.empty_like(self.flat)  # zeroing it would take 3% of a step
+        # Zeroing it would take 3% of a step. Padding stays garbage, which no slot reads.
+        gradients = torch.empty_like(self.flat)
         for slot in self.slots:
             view = slot.view(gradients)
             if slot.parameter.grad is None:
@@ -308,7 +313,7 @@ class Zero1(torch.optim.Optimizer):
         params=None,
         **optimizer_kwargs,
     ):
-        # Only an instance knows the defaults, and the class behind a functools.partial.
+        # An instance knows the defaults. It also knows its class, which functools.partial hides.
         dummy = optimizer_class([torch.zeros(1)], **optimizer_kwargs)
         super().__init__(module.parameters() if params is None else params, dummy.defaults)
         self.module = module
@@ -319,7 +324,7 @@ class Zero1(torch.optim.Optimizer):
         self._broadcast()  # rank 0's parameters and buffers
         self._buckets = [self.bucket_class(each, process_group, offload) for each in lists]
         self._slots = {slot.parameter: slot for bucket in self._buckets for slot in bucket.slots}
-        # The inner optimizer. Its parameters are the slots' shards.
+        # The inner optimizer. Its parameters are the slots' masters.
         self._inner = self._over_shards(optimizer_class, optimizer_kwargs)
 
     def _kind(self, parameter):
@@ -336,7 +341,7 @@ class Zero1(torch.optim.Optimizer):
             bucket.grad /= bucket.N  # once, as on one device
             bucket.grad = bucket.grad.to(bucket.master.device)
         for slot in slots:
-            slot.shard.grad = slot.bucket.grad[slot.in_shard]
+            slot.master.grad = slot.bucket.grad[slot.in_shard]
         self._pass_on()  # the options and the state to the inner optimizer
         self._inner.step()
         self._inner.zero_grad()
@@ -359,11 +364,13 @@ class Zero1(torch.optim.Optimizer):
         flags = buckets[0].flat.new_tensor(to_reduce + to_update, dtype=torch.uint8)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
         flags = flags.tolist()  # the host waits for the device here
-        for bucket in itertools.compress(buckets, flags):
+        bucket_flags = flags[: len(buckets)]
+        slot_flags = flags[len(buckets) :]
+        for bucket in itertools.compress(buckets, bucket_flags):
             self._start_reduce(bucket)
         self._finish_reduce()
         has_grad = [bucket for bucket in buckets if bucket.grad is not None]
-        return has_grad, list(itertools.compress(slots, flags[len(buckets) :]))
+        return has_grad, list(itertools.compress(slots, slot_flags))
 
     def _start_reduce(self, bucket):
         self._finish_reduce()  # of the bucket before: only one is held twice
@@ -375,7 +382,7 @@ class Zero1(torch.optim.Optimizer):
                 bucket.finish_reduce()
 
     def zero_grad(self, set_to_none=True):
-        """Drop all gradients, in .grad and reduced."""
+        """Drop all gradients, in .grad and reduced. `set_to_none` is ignored: .grad is None."""
         super().zero_grad()
         for bucket in self._buckets:
             bucket.grad = None
@@ -459,18 +466,22 @@ class Zero2(Zero1):
         self._register_hooks()
 
     def _post_forward(self, module, args, kwargs, output):
+        # An output that is also an input, in args or kwargs, has its hook already.
         hook_outputs((args, kwargs), output, functools.partial(self._pre_backward, module))
 
-    def _pre_backward(self, module=None, gradient=None):
+    def _pre_backward(self, module=None, gradient=None):  # `module` is for Zero3
         if self._in_backward:
             return
         self._in_backward = True
-        if self._sync:
-            self._to_reduce = [b for b in self._buckets if b.parameters[0].requires_grad]
-        # _post_backward runs when the current backward ends. If a parameter's hook called this
-        # first, that might be the inner backward of a reentrant checkpoint, which ends too early.
-        # So outputs have hooks, too.
+        self._to_reduce = list(filter(self._reduces, self._buckets))
+        # queue_callback() binds to the innermost backward that runs. From a parameter's hook, that
+        # may be a reentrant checkpoint's, which ends too early. So outputs have hooks, which come
+        # first.
         torch.autograd.Variable._execution_engine.queue_callback(self._post_backward)
+
+    def _reduces(self, bucket):
+        # Its parameters agree on requires_grad: see _kind().
+        return self._sync and bucket.parameters[0].requires_grad
 
     def _post_accumulate_grad(self, parameter, *_):
         self._pre_backward()  # if backward has reached no output of the module
@@ -565,12 +576,15 @@ class Zero3(Zero2):
         _pre_backward(0)        1                0
         _post_backward          0, the model's
 
-    Backward reduces the gradients of what it frees. If it runs unit 1 forward again, because of a
-    checkpoint, _pre_forward(1) is called just before or after _pre_backward(1), and only the first
-    of them finds something to do.
+    The model's output is unit 2's, so _pre_backward(model) comes next, and finds nothing to do.
+    Backward reduces the gradients of a unit when it reaches another. If it runs unit 1 forward
+    again, because of a checkpoint, _pre_forward(1) is called just before or after _pre_backward(1):
+    the first of them gathers, and the other finds nothing to do.
 
-    All ranks must run the same units in the same order. If they use different members of a list,
-    such as experts, let the list be a unit.
+    All ranks must run the same units in the same order, and their backwards must reach the same. So
+    if a unit skips its layers on one rank, its input must need a gradient, and it must return
+    x * 1, not x. A checkpoint without reentry around several units must not end with it. If ranks
+    use different members of a list, such as experts, let the list be a unit.
 
     A freed parameter refuses to be used. So call a unit instead of reading its weights. Initialize,
     load, copy or read parameters, and compute gradients of gradients, in full_parameters().
@@ -579,15 +593,16 @@ class Zero3(Zero2):
     bucket_class = FreeableBucket
 
     def __init__(self, module, *args, units=None, **kwargs):
-        # {parameter: the modules that need it whole}: all inside its unit. For _kind().
+        # {parameter: its unit and every module in it}. These need it whole. For _kind().
         self._needed_by = self._find_units(module, units)
         super().__init__(module, *args, **kwargs)
         self._needs = {}  # {module: the buckets that it needs}
+        self._reached = []  # the buckets of the unit where backward is now
         self._is_full = False  # True in full_parameters(): nothing is freed
         for child in module.modules():
             needs = [b for b in self._buckets if child in self._needed_by[b.parameters[0]]]
             self._needs[child] = needs
-        self._register_unit_hooks()
+        self._register_unit_hooks()  # on every module: one inside a unit may run alone
         self._free_all_but([])
 
     def _kind(self, parameter):
@@ -606,7 +621,25 @@ class Zero3(Zero2):
         super()._pre_backward()
         if module is not None:
             check_create_graph(self)
+            self._reduce_all_but(self._needs[module])
             self._unshard(module)
+
+    def _reduce_all_but(self, needed):
+        """If backward reaches another unit, reduce the gradients of the unit before.
+
+        Do not wait for gradients: a rank may run a unit, but use none of its parameters. And do not
+        go by what is freed: a checkpoint may only run a unit forward again.
+        """
+        if set(needed).issubset(self._reached):  # a module inside the unit, or around it
+            return
+        for bucket in self._reached:
+            if bucket in self._to_reduce and bucket not in needed:
+                self._to_reduce.remove(bucket)
+                self._start_reduce(bucket)
+        # If a unit has run twice, backward reaches it again, and gradients arrive only then.
+        again = [b for b in needed if self._reduces(b) and b not in self._to_reduce]
+        self._to_reduce += again
+        self._reached = needed
 
     def _unshard(self, module):
         """Gather what `module` needs. Free all else: forward and backward are done with it."""
@@ -618,28 +651,18 @@ class Zero3(Zero2):
                 bucket.unfree()
 
     def _free_all_but(self, needed):
-        if self._is_full:
-            return
-        past = [b for b in self._buckets if not (b.is_freed or b in needed)]
-        to_reduce = [bucket for bucket in past if bucket in self._to_reduce]
-        # Outside of backward there is nothing to reduce. In it, if no gradient has arrived, a
-        # checkpoint around several units has only run them forward again. If one has, all are
-        # reduced, because other ranks may have gradients in other buckets.
-        if any(self._arrived.intersection(bucket.parameters) for bucket in to_reduce):
-            for bucket in to_reduce:
-                self._to_reduce.remove(bucket)
-                self._start_reduce(bucket)
-        for bucket in past:
-            bucket.free()
+        for bucket in self._buckets:
+            if not (self._is_full or bucket.is_freed or bucket in needed):
+                bucket.free()
 
     def _post_accumulate_grad(self, parameter, *_):
-        self._pre_backward()
-        self._arrived.add(parameter)  # for _free_all_but()
         # Unlike Zero2, do not reduce a full bucket: it may be full before the next gather on one
         # rank, and after it on another. But all ranks must send in one order.
+        self._pre_backward()
 
     def _post_backward(self):
         super()._post_backward()
+        self._reached = []
         self._free_all_but([])
 
     # The library: see section 5.
@@ -721,14 +744,14 @@ def inner_optimizer(optimizer, optimizer_class, options):
 def shard_groups(optimizer):
     groups = []
     for group in optimizer.param_groups:
-        shards = [optimizer._slots[parameter].shard for parameter in group["params"]]
+        shards = [optimizer._slots[parameter].master for parameter in group["params"]]
         groups.append({**group, "params": shards})
     return groups
 
 
 def take_state(optimizer, inner):
     for parameter, slot in optimizer._slots.items():
-        optimizer.state[parameter] = inner.state[slot.shard]
+        optimizer.state[parameter] = inner.state[slot.master]
 
 
 def pass_on(optimizer):
@@ -736,7 +759,7 @@ def pass_on(optimizer):
 
     This is done in each step, because schedulers change options, and users reset state.
     """
-    state = {slot.shard: optimizer.state[p] for p, slot in optimizer._slots.items()}
+    state = {slot.master: optimizer.state[p] for p, slot in optimizer._slots.items()}
     optimizer._inner.param_groups = shard_groups(optimizer)
     optimizer._inner.state = state
 
@@ -859,7 +882,7 @@ def clip_grad_norm_(optimizer, max_norm, norm_type, counted, process_groups):
     gradients = [
         slot.bucket.grad[slot.in_shard]
         for slot in slots
-        if slot.shard.numel() and (counted is None or counted(slot.parameter))
+        if slot.master.numel() and (counted is None or counted(slot.parameter))
     ]
     norm = nn.utils.get_total_norm(gradients, norm_type)
     norm = norm.to(optimizer._buckets[0].flat.device, torch.float64)
@@ -875,7 +898,10 @@ def clip_grad_norm_(optimizer, max_norm, norm_type, counted, process_groups):
 
 
 def unscale_(optimizer, loss_scale):
-    """Divide the gradients by `loss_scale`. Return 1.0 if any is inf or NaN, else 0.0."""
+    """Divide the gradients by `loss_scale`. Return 1.0 if their norm is inf or NaN, else 0.0.
+
+    The norm is that before the division, over all ranks. It is inf, too, if its squares overflow.
+    """
     norm = optimizer.clip_grad_norm_(torch.inf)  # clips nothing
     for bucket in optimizer._buckets:
         if bucket.grad is not None:
@@ -884,7 +910,7 @@ def unscale_(optimizer, loss_scale):
 
 
 def modules_that_need(module, units):
-    """Return {parameter: the modules that need it whole}, which are all inside its unit.
+    """Return {parameter: its unit and every module in it}.
 
     Its unit is the smallest that has all its uses.
     """
@@ -964,8 +990,8 @@ def whole_state_dict(optimizer):
     for number, parameter in enumerate(optimizer._parameters()):
         slot = optimizer._slots[parameter]
         state = dict(optimizer.state[parameter])
-        if slot.shard.dtype != parameter.dtype:
-            state["master"] = slot.shard
+        if slot.master.dtype != parameter.dtype:
+            state["master"] = slot.master
         for name, value in state.items():
             state[name] = value.cpu().clone()
             # All ranks have the same entries: step() gives empty shards a gradient, too.
@@ -989,10 +1015,10 @@ def load_whole_state_dict(optimizer, state_dict):
         for name in state.keys() - PER_TENSOR:
             whole = state[name]
             strided = whole.new_empty_strided(whole.shape, slot.stride).copy_(whole)
-            shard = strided.as_strided(slot.shard.shape, (1,), offset_of(slot))
+            shard = strided.as_strided(slot.master.shape, (1,), offset_of(slot))
             state[name] = shard.clone()
         if "master" in state:
-            slot.shard.copy_(state.pop("master"))
+            slot.master.copy_(state.pop("master"))
         states[number] = state
     optimizer._inner.load_state_dict({**state_dict, "state": states})
     take_state(optimizer, optimizer._inner)
@@ -1013,7 +1039,7 @@ def shards_of(optimizer):
                     f"a checkpoint would permute {name} of shape {tuple(shape)}, which is not "
                     "contiguous; save state_dict() instead"
                 )
-            yield name, shape, offset_of(slot), slot.shard, optimizer.state[parameter]
+            yield name, shape, offset_of(slot), slot.master, optimizer.state[parameter]
 
 
 def offset_of(slot):

@@ -658,6 +658,78 @@ def test_ranks_may_use_different_members_of_a_list_that_is_a_unit():
     train(*make_pair(partial(zero.Zero3, units=list(model)), model), loss)
 
 
+class Droppable(nn.Linear):
+    def forward(self, x, is_dropped):
+        return x * 1 if is_dropped else super().forward(x).tanh()
+
+
+class Drops(nn.Sequential):
+    """Four layers. One does not use its parameters, and runs nevertheless."""
+
+    def __init__(self):
+        torch.manual_seed(1)
+        super().__init__(*[Droppable(6, 6) for _ in range(4)])
+
+    def forward(self, x, dropped, how):
+        for number, layer in enumerate(self):
+            x = how(partial(layer, is_dropped=number == dropped), x)
+        return x
+
+
+def drops_loss(how, model, rank, step):
+    """Each rank drops another layer."""
+    x = make_batch(rank, step).requires_grad_()
+    return loss_of(model(x, 1 + (rank + step) % 3, how))
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+@pytest.mark.parametrize("how", HOW)
+@zero2_and_3
+@pool.on(3)
+def test_ranks_may_drop_different_layers_inside_their_units(stage, how, name):
+    train(*make_pair(stage, Drops(), name, lr=0.1), partial(drops_loss, HOW[how]))
+
+
+@pytest.mark.parametrize("how", HOW)
+@pool.on(3)
+def test_ranks_drop_different_layers_in_two_backwards_of_a_step(how):
+    loss = partial(drops_loss, HOW[how])
+    model = Drops()
+    ours, theirs, plain = make_pair(zero.Zero3, model)
+    with ours.no_sync():
+        backward(model, 0, loss)
+    backward(model, 1, loss)
+    backward(model, 2, loss)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    ours.step()
+    backward_on_one_device(plain, [[0, 1], [2]], loss)
+    theirs.step()
+    assert_equal_to_one_device(ours, plain)
+
+
+def twice_loss(model, rank, step):
+    x = model[0](make_batch(rank, step))
+    for number in (1, 2, 1):
+        x = model[number](x).tanh()
+    return loss_of(model[3](x))
+
+
+@pytest.mark.parametrize("frozen", [None, 1, 2])
+@pool.on(3)
+def test_a_unit_that_runs_twice_leaves_no_gradient_whole(frozen):
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
+    if frozen:
+        model[frozen].requires_grad_(False)
+    ours, theirs, plain = make_pair(zero.Zero3, model)
+    backward(model, 0, twice_loss)
+    backward(model, 1, twice_loss)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    ours.step()
+    backward_on_one_device(plain, [[0], [1]], twice_loss)
+    theirs.step()
+    assert_equal_to_one_device(ours, plain)
+
+
 @pool.on(2)
 def test_a_module_inside_a_unit_runs_alone_and_a_step_updates_what_it_gathered():
     model = Blocks(3)
