@@ -89,7 +89,7 @@ from torch.utils._pytree import tree_leaves
 
 def start_transfer(operation, tensor, peer, group):
     single = dist.P2POp(operation, tensor, group=group, group_peer=peer)
-    return dist.batch_isend_irecv([single])[0]  # a bare isend makes NCCL connect the two again
+    return dist.batch_isend_irecv([single])[0]  # a bare isend builds a second NCCL communicator
 
 
 def receive(like, peer, group, device):
@@ -102,8 +102,8 @@ def gpipe_step(stage, micro_batches, loss_fn, like, group=None):
     """Stages pass on tensors like `like`, which is on the device that the backend sends from."""
     rank = dist.get_rank(group)
     last = dist.get_world_size(group) - 1
-    saved = []  # (input, output) of each micro-batch
-    for inputs, target in micro_batches:
+    saved = []  # (input, output; the loss on the last rank) of each micro-batch
+    for inputs, target in micro_batches:  # the same on all ranks
         x = receive(like, rank - 1, group, target.device) if rank > 0 else inputs.detach()
         y = stage(x.requires_grad_(rank > 0)).contiguous()
         if rank < last:
@@ -145,6 +145,13 @@ class Action(NamedTuple):
 #
 # Rounds have p micro-batches: here 0 1 2 and 3 4 5. All stages of the rank run a round before the
 # next round begins.
+#
+# These are the tables of ranks 0 and 2 for zero_bubble with p = 3, v = 1 and m = 4:
+#
+# column  0   1   2   3   4   5            0   1   2   3   4   5
+#   F     0F0 0F1 0F2 0F3                  2F0 2F1 2F2 2F3
+#   I             0I0 0I1 0I2 0I3          2I0 2I1 2I2 2I3
+#   W             0W0 0W1 0W2 0W3                  2W0 2W1 2W2 2W3
 
 
 def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
@@ -152,21 +159,24 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
     p, m, v = num_ranks, num_microbatches, stages_per_rank
     if name not in SCHEDULES or min(p, m, v) < 1:
         raise ValueError(f"build_schedule{name, p, m, v}: name one of {SCHEDULES}, numbers > 0")
-    rounds = torch.arange(m).tensor_split(max(1, m // p))  # longer if p does not divide m
-    # Before its last stage, a rank runs the first round on the others. On the last stage it runs
-    # forwards until micro-batch 0 is back: one for each later rank, or two in interleaved
-    # schedules, so that a message may take as long as an action.
+    # p micro-batches each. Some have more if p does not divide m.
+    rounds = torch.arange(m).tensor_split(max(1, m // p))
+    # When does the first backward come? First, a rank runs round 1 on all its stages but the last.
+    # Then it runs one more forward for each later rank, because micro-batch 0 goes through these.
+    # Interleaved: two, so that a forward's message arrives while the receiver runs other actions.
     on_other_stages = (v - 1) * len(rounds[0])
     per_later_rank = 2 if name == "interleaved_1f1b" else 1
     schedule = []
     for rank in range(p):
-        first_backward = on_other_stages + per_later_rank * (p - 1 - rank)  # above 3 + 2 * 2
+        # in the first table above: column 3 + 2 * 2 = 7
+        first_backward = on_other_stages + per_later_rank * (p - 1 - rank)
         if name == "gpipe":
             first_backward = m * v
         first_column = {"F": 0, "B": first_backward}
         if name == "zero_bubble":
-            # W begins in the same column on all ranks. So each keeps p micro-batches, as rank 0 of
-            # 1F1B does. On the last rank, W is furthest behind I, because all others wait for I.
+            # W begins in the same column on all ranks, so each keeps p micro-batches, as rank 0 of
+            # 1F1B does. Rank 0 runs W0 right after I0. On the last rank, W0 is p-1 columns later:
+            # there I must not wait behind W, because all earlier ranks wait for I.
             first_column = {"F": 0, "I": first_backward, "W": on_other_stages + p - 1}
         stages = range(rank, p * v, p)
         rows = []
@@ -190,8 +200,7 @@ def make_row(kind, stages, rounds):
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. The pipeline, which runs F and B in the order of any schedule. Its methods come in the order in
-#    which they run.
+# 3. The pipeline, for schedules without I and W. Its methods come in the order in which they run.
 
 
 def as_tensors(value):
@@ -202,14 +211,17 @@ def as_tensors(value):
 
 
 def detached(tensor, device, copy=False):
-    """Return the tensor on a device, without its graph. A copy is dense, with the same strides."""
+    """Return the tensor on a device, without its graph. It still requires a gradient, if it did.
+
+    A copy is dense. If the tensor is dense, too, both have the same strides.
+    """
     moved = tensor.detach().to(device, copy=copy)
     return moved.requires_grad_(tensor.requires_grad)
 
 
 # A message is {index: tensor}. F takes the inputs of its stage, and B the gradients of its outputs.
-# A message has the name of the action that takes it: 1F0 gives 2F0, and 1B0 gives 0B0. I takes and
-# gives what B would. W takes and gives nothing.
+# A message has the name of the action that takes it: 1F0 gives 2F0, and 1B0 gives 0B0. The messages
+# of I are named B, too. W takes and gives nothing.
 
 
 def taken_by(action):
@@ -223,35 +235,43 @@ def given_by(action):
     if kind == "F":
         return Action(stage + 1, "F", i)
     if kind == "W":
-        return Action(None, "W", i)  # no stage has this name
+        return Action(None, "W", i)  # a name that no rank waits for: W gives nothing
     return Action(stage - 1, "B", i)
 
 
+# The life of the message 1F0, from stage 0 on rank 0 to stage 1 on rank 1:
+#
+#   rank 0      run(0F0) gives it
+#   all ranks   _transfer(): rank 0 copies it, and starts isend
+#                            rank 1 allocates it, starts irecv, and puts it in its _inbox
+#   rank 1      _take(1F0) waits for irecv, and detaches the tensors
+#   rank 1      run(1F0) takes it
+
+
 class BasicPipeline(nn.Module):
-    """Runs this rank's stages in the order of a schedule.
+    """Runs this rank's stages in the order of any schedule without I and W.
 
     stages: a module, or the list of this rank's modules in stage order. One returns a tensor, or a
         tuple of tensors, the arguments of the next stage.
     schedule: a name for build_schedule, or a list of actions for each rank.
     num_microbatches: torch.chunk splits the batch along dimension 0.
-    loss_fn(output, target): the mean loss of a micro-batch, or a sum for num_items (section 5).
-    backward_context(stage, is_last): the context of each backward (section 5).
+    loss_fn(output, target): the mean loss of a micro-batch.
     """
 
-    def __init__(
-        self, stages, schedule, num_microbatches, loss_fn, process_group=None, backward_context=None
-    ):
+    kinds = "FB"  # of the actions that the class runs
+
+    def __init__(self, stages, schedule, num_microbatches, loss_fn, process_group=None):
         super().__init__()
         is_list = isinstance(stages, (list, nn.ModuleList))
         stages = nn.ModuleList(stages if is_list else [stages])
         self.num_microbatches = num_microbatches
         self.loss_fn = loss_fn
-        self.backward_context = backward_context
         self._group = process_group
         self._rank = dist.get_rank(process_group)
         # Section 6: a list of each rank's actions, and one of all actions, sorted by the time when
         # they end if transfers take no time.
         self.schedule, self._order = self._read_schedule(schedule, stages)
+        check_kinds(self._order, self.kinds)
         ranks = enumerate(self.schedule)
         self._rank_of = {action.stage: rank for rank, actions in ranks for action in actions}
         self._last_stage = max(self._rank_of)
@@ -259,31 +279,31 @@ class BasicPipeline(nn.Module):
         numbers = sorted({action.stage for action in self._own})
         names = map(str, numbers)
         self.stages = nn.ModuleDict(zip(names, stages, strict=True))
-        self._metadata = {}  # name of a message -> how to allocate its tensors
+        # (are gradients enabled?, name of a message) -> how to allocate its tensors
+        self._metadata = {}
         self._sends = collections.deque()  # (message, works to wait for)
         # Gloo sends from the host's memory, NCCL from the GPU's.
         self.device, self._send_device = self._find_devices()
         # All ranks must join the first call to an NCCL group. A transfer has only two.
         dist.all_reduce(torch.zeros(1, device=self._send_device), group=process_group)
 
-    def step(self, inputs=None, targets=None, num_items=None):
+    def step(self, inputs=None, targets=None):
         """Forward and backward of a batch. Under torch.no_grad() only the forward.
 
-        The rank of the first stage reads inputs, a tensor or a tuple of tensors. They get gradients
-        if they need them. The rank of the last stage reads targets, a tensor, and num_items. It
-        returns the loss.
+        The rank of the first stage reads inputs, a tensor or a tuple of tensors. The rank of the
+        last stage reads targets, a tensor, and returns the loss.
         """
         check_grad_mode(self._group, self._send_device)
-        self._start(inputs, targets, num_items)
+        self._start(inputs, targets)
         # Ranks must start their transfers in one order, or NCCL hangs. So each rank walks through
-        # the actions of all ranks, and runs its own. At another rank's action, the receiver of the
-        # message starts to receive it. It waits for it in _take(), before the action that takes it.
+        # the actions of all ranks, and runs its own. At another rank's action, the receiver of its
+        # message posts the receive. _take() waits for the message before the action that needs it.
         for action in self._order:
             if action.kind != "F" and not torch.is_grad_enabled():
                 continue
             name = given_by(action)
             source = self._rank_of[action.stage]
-            destination = self._rank_of.get(name.stage)  # None if no stage takes it
+            destination = self._rank_of.get(name.stage)  # None: no stage takes it
             message = {}
             if source == self._rank:
                 message = self.run(action, self._take(taken_by(action)))
@@ -292,16 +312,12 @@ class BasicPipeline(nn.Module):
             if destination not in (source, None):
                 self._transfer(name, message, source, destination)
         self._wait_for_sends(at_most=0)
-        self._backward_inputs(inputs)  # if they need gradients: section 5
         return torch.stack(self._losses).sum() if self._losses else None
 
-    def _start(self, inputs, targets, num_items):
+    def _start(self, inputs, targets):
         self._inbox = {}  # name of a message -> (message, works to wait for until it is complete)
         self._activations = {}  # (stage, micro-batch) -> (inputs, outputs) of F, for B
         self._losses = []  # what each micro-batch adds to the loss
-        self._input_gradients = {}  # for section 5: micro-batch -> what B of stage 0 gives
-        self._num_backwards = collections.Counter()  # for section 5: stage -> how many have begun
-        self._num_items = num_items
         m = self.num_microbatches
         if "0" in self.stages:
             inputs = as_tensors(inputs)
@@ -316,7 +332,7 @@ class BasicPipeline(nn.Module):
 
     def _take(self, name):
         """Wait for a message. Return it as leaves, at which the backward of a stage stops."""
-        message, works = self._inbox.pop(name, ({}, []))  # B of the last stage takes none
+        message, works = self._inbox.pop(name, ({}, []))  # none: the last stage's B, and W
         for work in works:
             work.wait()
         return {index: detached(tensor, self.device) for index, tensor in message.items()}
@@ -341,9 +357,7 @@ class BasicPipeline(nn.Module):
         return dict(enumerate(outputs))
 
     def _share_of_loss(self, loss, i):
-        """Return what micro-batch i adds to the loss: 1/m of its own, or less if it is smaller."""
-        if self._num_items is not None:
-            return loss / self._num_items
+        """Return what micro-batch i adds: its loss, weighted by its share of the samples."""
         sizes = [len(target) for target in self._targets]
         return loss * (sizes[i] / sum(sizes))
 
@@ -360,8 +374,8 @@ class BasicPipeline(nn.Module):
         device = self._send_device
         # The next actions may change the tensors.
         copies = {index: detached(each, device, copy=True) for index, each in message.items()}
-        # How to allocate the tensors. In the first step, the source broadcasts this, so all ranks
-        # come here.
+        # How to allocate the tensors. In the first step with gradients, and in the first without,
+        # the source broadcasts this. So all ranks come here.
         metadata = self._share_metadata(name, copies, source)
         if source == self._rank:
             works = self._start_all(dist.isend, copies, destination)
@@ -377,7 +391,7 @@ class BasicPipeline(nn.Module):
         """Start to send or to receive dense tensors. Return the works to wait for."""
         works = []
         for tensor in message.values():
-            # Transfers want contiguous tensors. The memory of a dense tensor is one, as a vector.
+            # Transfers want contiguous tensors. Seen as a vector, any dense tensor is contiguous.
             vector = tensor.detach().as_strided([tensor.numel()], [1])
             works.append(start_transfer(operation, vector, peer, self._group))
         return works
@@ -389,7 +403,7 @@ class BasicPipeline(nn.Module):
             for work in works:
                 work.wait()
 
-    # The next four hand on to sections 5 and 6.
+    # The next three hand on to sections 5 and 6.
 
     def _share_metadata(self, name, message, source):
         return share_metadata(self, name, message, source)
@@ -400,16 +414,15 @@ class BasicPipeline(nn.Module):
     def _read_schedule(self, schedule, stages):
         return read_schedule(schedule, self.num_microbatches, stages, self._group)
 
-    def _backward_inputs(self, inputs):
-        backward_inputs(inputs, self._input_gradients)
-
 
 # --------------------------------------------------------------------------------------------------
 # 4. Zero bubble: B in two parts. W computes the gradients of linear layers' weights, I all others.
 
 
-class Pipeline(BasicPipeline):
+class ZeroBubblePipeline(BasicPipeline):
     """Runs I and W, too. The arguments are those of BasicPipeline."""
+
+    kinds = "FBIW"
 
     def _start(self, *batch):
         super()._start(*batch)
@@ -424,20 +437,20 @@ class Pipeline(BasicPipeline):
         with leave_weights_to_w(self._left_to_w.get((stage, i)), self._weights):
             return super().run(action, message)
 
-    def _backward(self, *arguments):  # section 5: backward_context, and inputs that are not used
-        return backward_with_options(self, super()._backward, *arguments)
 
-
-linear = F.linear
+linear = torch._C._nn.linear  # F.linear, unless another package has replaced it
 
 
 @contextmanager
 def leave_weights_to_w(left_to_w, weights):
     """In this context, the backward of torch's F.linear appends to `left_to_w` what W needs.
 
-    It is around F. It is also around I, in which an activation checkpoint runs the forward again.
+    It is around F. It is also around I, because an activation checkpoint runs the forward again
+    there.
     """
-    if left_to_w is None:  # the micro-batch has a whole B
+    # The micro-batch has a whole B. Or another package has replaced F.linear: then its own backward
+    # computes all gradients, because W might compute others.
+    if left_to_w is None or F.linear is not linear:
         yield
         return
     if left_to_w:  # it is empty before F and before I, unless a backward ran in F
@@ -471,8 +484,8 @@ def can_wait(x, weight, weights):
     """Return whether W can compute the gradient of `weight` in F.linear(x, weight).
 
     Under DDP or FSDP it cannot, because they need the gradient in I. Then results are right, but
-    the bubble is that of 1f1b. If a weight has another use that cannot wait, the sum of its
-    gradients is rounded in another order than on one device. x stays in memory until W.
+    the bubble is that of 1f1b. If a weight is also used where W is not possible (tied), the sum of
+    its gradients is rounded in another order than on one device. x stays in memory until W.
     """
     return (
         torch.is_grad_enabled()
@@ -500,35 +513,64 @@ def backward_for_weights(left_to_w):
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. Options.
-#
-# num_items: if micro-batches have unequal numbers of unmasked tokens, the mean of their means is
-# wrong. So let loss_fn return a sum, and give the number of unmasked tokens in the batch as
-# num_items. The loss is the sum of all micro-batches divided by num_items:
-#
-#     pipeline = Pipeline(stage, "1f1b", 4, partial(F.cross_entropy, reduction="sum"))
-#     loss = pipeline.step(inputs, targets, num_items=(targets != -100).sum())
-#
-# With data parallelism, count the tokens of all ranks. If they average gradients instead of adding
-# them up, divide this count by the number of ranks.
-#
-# backward_context(stage, is_last): the context of a backward of `stage`, one of the modules.
-# is_last: it is the stage's last backward in the step. If stages are FSDP units, give
-# `lambda stage, is_last: nullcontext() if is_last else fsdp.no_sync(stage)`.
+# 5. Options: gradients of inputs, num_items and backward_context. Messages and devices.
 
 
-def backward_with_options(pipeline, backward, stage, i, gradients):
-    inputs, _ = pipeline._activations[stage, i]
-    context = nullcontext()
-    pipeline._num_backwards[stage] += 1
-    if pipeline.backward_context:
-        is_last = pipeline._num_backwards[stage] == pipeline.num_microbatches
-        context = pipeline.backward_context(pipeline.stages[str(stage)], is_last)
-    with context:
-        given = backward(stage, i, without_unused(gradients))
-    if stage == 0:
-        pipeline._input_gradients[i] = given
-    return with_unused(given, inputs)
+class Pipeline(ZeroBubblePipeline):
+    """Runs any schedule. The arguments are those of BasicPipeline, and:
+
+    backward_context(stage, is_last): the context of a backward of `stage`, one of the modules.
+        is_last: it is the stage's last backward in the step. If stages are FSDP units, give
+        `lambda stage, is_last: nullcontext() if is_last else fsdp.no_sync(stage)`.
+
+    num_items, in step(): if micro-batches have unequal numbers of unmasked tokens, the mean of
+    their means is wrong. So let loss_fn return a sum, and give the number of unmasked tokens in the
+    batch as num_items. The loss is the sum of all micro-batches divided by num_items:
+
+        pipeline = Pipeline(stage, "1f1b", 4, partial(F.cross_entropy, reduction="sum"))
+        loss = pipeline.step(inputs, targets, num_items=(targets != -100).sum())
+
+    With data parallelism, count the tokens of all ranks. If they average gradients instead of
+    adding them up, divide this count by the number of ranks.
+    """
+
+    def __init__(
+        self, stages, schedule, num_microbatches, loss_fn, process_group=None, backward_context=None
+    ):
+        super().__init__(stages, schedule, num_microbatches, loss_fn, process_group)
+        self.backward_context = backward_context
+
+    def step(self, inputs=None, targets=None, num_items=None):
+        """Forward and backward of a batch. Under torch.no_grad() only the forward.
+
+        The rank of the first stage reads inputs, a tensor or a tuple of tensors. They get gradients
+        if they need them. The rank of the last stage reads targets, a tensor, and num_items. It
+        returns the loss.
+        """
+        self._num_items = num_items
+        self._num_backwards = collections.Counter()  # stage -> how many have begun
+        self._input_gradients = {}  # micro-batch -> what B of stage 0 gives
+        loss = super().step(inputs, targets)
+        backward_inputs(inputs, self._input_gradients)
+        return loss
+
+    def _share_of_loss(self, loss, i):
+        if self._num_items is None:
+            return super()._share_of_loss(loss, i)
+        return loss / self._num_items
+
+    def _backward(self, stage, i, gradients):
+        inputs, _ = self._activations[stage, i]
+        context = nullcontext()
+        self._num_backwards[stage] += 1
+        if self.backward_context:
+            is_last = self._num_backwards[stage] == self.num_microbatches
+            context = self.backward_context(self.stages[str(stage)], is_last)
+        with context:
+            given = super()._backward(stage, i, without_unused(gradients))
+        if stage == 0:
+            self._input_gradients[i] = given
+        return with_unused(given, inputs)
 
 
 def backward_inputs(inputs, parts):
@@ -575,7 +617,7 @@ def without_unused(message):
 def share_metadata(pipeline, name, message, source):
     """Return how to allocate the tensors of a message: {index: arguments of empty_strided()}.
 
-    In the first step, the source broadcasts this, and all ranks keep it for later steps.
+    In the first step of each grad mode, the source broadcasts this. All ranks keep it.
     """
     metadata = {
         index: {
@@ -760,6 +802,12 @@ def check_schedule(schedule):
             )
 
 
+def check_kinds(actions, kinds):
+    for action in actions:
+        if action.kind not in kinds:
+            raise ValueError(f"this class runs {' and '.join(kinds)}, not {action}; use Pipeline")
+
+
 def check_stages(schedule, num_microbatches, stages, group):
     """Raise ValueError on all ranks if the stages of one of them do not fit the schedule."""
     rank = dist.get_rank(group)
@@ -822,10 +870,10 @@ def check_batch(name, tensors, number):
         )
 
 
-def check_metadata(key, metadata, known):
+def check_metadata(name, metadata, known):
     if metadata != known:
         raise ValueError(
-            f"the input of {key} was {known} in the first step, not {metadata}; make a new "
+            f"the message for {name} was {known} in the first step, not {metadata}; make a new "
             "Pipeline for other shapes, dtypes or frozen stages. (If a stage has only one input, "
             "it must use it for each micro-batch.)"
         )

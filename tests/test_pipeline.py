@@ -273,6 +273,20 @@ def test_any_schedule_trains_as_one_device(make, name):
     assert F.linear is pipeline.linear
 
 
+TECHNIQUE = {"1f1b": pipeline.BasicPipeline, "zero_bubble": pipeline.ZeroBubblePipeline}
+
+
+@pytest.mark.parametrize("name", TECHNIQUE)
+@pool.on(1, 3)
+def test_the_technique_alone_trains_as_one_device(name):
+    run = Run(Layer, name, 4)
+    run.ours = TECHNIQUE[name](run.stages, name, 4, loss_fn, pool.group())
+    for step in range(2):
+        inputs, targets = make_batch(step, 8)
+        loss = run.ours.step(inputs, targets)
+        run.compare(loss, [inputs], targets)
+
+
 @pool.on(1, 3)
 def test_the_idea_trains_as_one_device():
     run = Run(Layer, "gpipe", 4)
@@ -478,6 +492,35 @@ def test_w_computes_the_gradients_of_linear_layers_weights_and_i_the_others():
 
 
 @pool.on(1)
+def test_another_packages_linear_is_used_and_kept():
+    """W would compute other gradients than, for example, those of a linear in fp8."""
+
+    def doubled(x, weight, bias=None):
+        return 2 * pipeline.linear(x, weight, bias)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "linear", doubled)
+        run = Run(Layer, "zero_bubble", 4)
+        for step in range(2):
+            run.step(*make_batch(step, 8))
+            assert F.linear is doubled
+
+
+def test_linear_is_restored_after_an_error_and_in_nested_contexts():
+    def fail():
+        with pipeline.leave_weights_to_w([], set()):
+            outer = F.linear
+            with pipeline.leave_weights_to_w([], set()):
+                pass
+            assert F.linear is outer
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert F.linear is pipeline.linear
+
+
+@pool.on(1)
 def test_i_computes_the_gradients_that_ddp_reduces():
     """Else W adds to a gradient that has been averaged."""
     wrap = partial(ddp.DistributedDataParallel, process_group=pool.group())
@@ -531,6 +574,12 @@ def test_what_w_cannot_compute_is_an_error(make):
     ours = make_pipeline([first, second], "zero_bubble")
     with pytest.raises(RuntimeError, match=NOT_FOR_W[make]):
         ours.step(*make_batch(0, 8))
+
+
+@pool.on(2)
+def test_a_schedule_with_w_is_an_error_in_the_class_without():
+    with pytest.raises(ValueError, match="use Pipeline"):
+        pipeline.BasicPipeline(Layer(), "zero_bubble", 4, F.mse_loss, pool.group())
 
 
 MISUSE = {  # samples, the loss
