@@ -251,7 +251,7 @@ class Bucket:
 
     def start_reduce(self):
         """Move the gradients out of .grad, and begin to send part r of them to rank r."""
-        # Zeroing it would take 3% of a step. Padding stays garbage, which no slot reads.
+        # Not zeros, which would take 3% of a step: no slot reads the garbage in the padding.
         gradients = torch.empty_like(self.flat)
         for slot in self.slots:
             view = slot.view(gradients)

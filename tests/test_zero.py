@@ -707,6 +707,17 @@ def test_ranks_drop_different_layers_in_two_backwards_of_a_step(how):
     assert_equal_to_one_device(ours, plain)
 
 
+def drops_in_one_checkpoint(model, rank, step):
+    x = make_batch(rank, step).requires_grad_()
+    run = partial(model, dropped=(rank + step) % 4, how=HOW["plainly"])
+    return loss_of(HOW["reentrant"](run, x))
+
+
+@pool.on(3)
+def test_ranks_drop_different_layers_in_a_checkpoint_around_all_units():
+    train(*make_pair(zero.Zero3, Drops()), drops_in_one_checkpoint)
+
+
 def twice_loss(model, rank, step):
     x = model[0](make_batch(rank, step))
     for number in (1, 2, 1):
