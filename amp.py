@@ -12,8 +12,8 @@ Three things fail in 16 bits. Each has its remedy:
     an fp16 gradient below 2⁻¹⁴ loses bits, and one up to 2⁻²⁵ becomes zero       → loss scaling
     a sum, norm or exponential overflows at 65504 (fp16), or loses small terms    → autocast
 
-MixedPrecisionOptimizer is for the first two, autocast for the first and the third. bf16 needs no
-scale, because it has the range of fp32.
+MixedPrecisionOptimizer is for the first two, autocast for the first and the third. Under autocast,
+fp16 also takes a GradScaler. bf16 needs no scale, because it has the range of fp32.
 
 Bytes per parameter with Adam, for Ψ parameters on N ranks:
 
@@ -44,6 +44,7 @@ import argparse
 import copy
 import functools
 import json
+import operator
 import os
 import signal
 import sys
@@ -71,8 +72,9 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 def mixed_precision_step(loss, scale, model, masters, optimizer):
     """Make a step with fp16 weights in `model`, and their fp32 `masters` in `optimizer`.
 
-    `loss` is in fp32. Several ranks average the gradients in hooks, during backward, so an inf on
-    one rank is an inf on all. Return the scale for the next step. Only section 2 lets it grow.
+    `loss` is in fp32. With several ranks, hooks have already averaged the gradients (the demo's
+    average_in_backward()), so an inf on one rank is an inf on all. Return the scale for the next
+    step. Only section 2 lets it grow.
     """
     (loss * scale).backward()  # backward is linear: every gradient is scaled
     for weight, master in zip(model.parameters(), masters, strict=True):
@@ -99,8 +101,8 @@ def autocast_linear(layer, dtype):
 # --------------------------------------------------------------------------------------------------
 # 2. The scale: the largest that does not overflow, found by trial.
 
-# An optimizer's found_inf is 1 if a gradient is inf or NaN, and 0 if all are finite. Without any
-# gradient it is this. The largest of all ranks counts.
+# An optimizer's found_inf is 1 if a gradient is inf or NaN, 0 if all are finite, and -1 if this
+# rank has no gradient. Ranks take the maximum, so -1 stays only if no rank has one.
 NO_GRADIENT = -1.0
 
 
@@ -124,7 +126,7 @@ class GradScaler:
         if enabled:
             check_factors(growth_factor, backoff_factor, init_scale)
         self._state = {  # PyTorch's state dict
-            "scale": 1.0,  # update() below sets it to init_scale, unless disabled
+            "scale": 1.0,  # if disabled; else update() below sets init_scale, rounded to fp32
             "growth_factor": growth_factor,
             "backoff_factor": backoff_factor,
             "growth_interval": growth_interval,
@@ -266,14 +268,15 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     wanted; step(), which calls scaler.update(); zero_grad().
 
     Without a scaler, a rank checks only its own gradients. If the ranks hold parts of one model,
-    give a scaler in bf16 too, so that all skip the same steps. If the optimizer has fused=True, the
-    GPU decides, and the host does not wait for it. Frozen parameters and buffers keep their dtype:
-    cast them yourself. Complex parameters keep theirs. A model with batch norms needs autocast.
+    give a scaler in bf16 too, so that all skip the same steps. With fused=True and no scaler, the
+    optimizer's kernel itself skips the step, so the host does not wait for the GPU. Frozen
+    parameters and buffers keep their dtype: cast them yourself. Complex parameters keep theirs. A
+    model with batch norms needs autocast.
     """
 
     def __init__(self, optimizer, dtype, scaler=None):
         check_has_no_masters(optimizer)
-        # super().__init__() is not called: see __getattr__().
+        # No super().__init__(): __getattr__() hands on the optimizer's own param_groups and state.
         self.optimizer = optimizer
         self.scaler = scaler or GradScaler(enabled=False)
         self.scale = self.scaler.scale  # the method: call optimizer.scale(loss)
@@ -292,17 +295,18 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         # The state was that of the weights. Now it is that of the masters, with momenta in fp32.
         optimizer.load_state_dict(state)
         self._note_written_weights()  # so that step() sees what others write
-        self._unscaled = None  # after unscale_(), versions of the gradients that it has copied
+        self._unscaled = None  # after unscale_(), the gradients that it has copied, and versions
 
     @torch.no_grad()
     def unscale_(self):
         """Copy the gradients to the masters, and divide them by the scale: once in a step."""
+        current = [weight.grad for weight in self._weights]
         # PyTorch counts the writes to a tensor in _version.
-        versions = [weight.grad is not None and weight.grad._version for weight in self._weights]
+        versions = [-1 if grad is None else grad._version for grad in current]
         if self._unscaled is not None:  # clip_grad_norm_() or the caller has called this
-            check_no_backward_since(self._unscaled, versions)
+            check_no_backward_since(*self._unscaled, current, versions)
             return
-        self._unscaled = versions
+        self._unscaled = current, versions
         gradients = []
         copies = []
         for weight, master in zip(self._weights, self._masters, strict=True):
@@ -361,7 +365,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         )
 
     def __getattr__(self, name):
-        # As super().__init__() is not called, param_groups, state and hooks are the optimizer's.
+        # Also param_groups, state and hooks, which super().__init__() would make anew.
         # self.optimizer would recurse while it is not set.
         return getattr(self.__dict__["optimizer"], name)
 
@@ -417,7 +421,7 @@ class autocast(ContextDecorator, TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if self.enabled:
-            check_no_checkpoint()
+            check_no_checkpoint()  # it calls us once, and would recompute without this mode
         if name in LOW_PRECISION:
             dtype = self.dtype
         elif name in FP32 or name.endswith("_loss") or promotes(name, (args, kwargs)):
@@ -432,7 +436,7 @@ class autocast(ContextDecorator, TorchFunctionMode):
         if self.enabled and kwargs.get("out") is None:  # PyTorch too leaves calls with out= alone
             check_can_cast(name)
             args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
-        # Without this, an outer autocast would cast again, also if this one is disabled.
+        # Hides the call from an outer autocast. A disabled inner one must do so too.
         with torch._C.DisableTorchFunction():
             return func(*args, **kwargs)
 
@@ -488,11 +492,12 @@ def adopt_written_weights(optimizer):
         if weight._version != version:  # PyTorch counts writes, but not those to .data
             if optimizer._is_new:
                 # DDP has broadcast rank 0's 16-bit weights. All masters, even rank 0's, become
-                # these, or ranks would differ. Then the lines below change nothing.
+                # these, or ranks would differ.
                 master.copy_(weight)
-            # Where a state dict has not changed a weight, its master keeps its lower bits.
-            is_same = master.to(weight.dtype) == weight
-            master.copy_(torch.where(is_same, master, weight))
+            else:
+                # Where a state dict has not changed a weight, its master keeps its lower bits.
+                is_same = master.to(weight.dtype) == weight
+                master.copy_(torch.where(is_same, master, weight))
         elif optimizer._is_new:  # only the first step looks for this, because it takes time
             check_not_written_through_data(weight, master)
 
@@ -500,7 +505,9 @@ def adopt_written_weights(optimizer):
 def step_if_finite(optimizer, masters):
     """Call optimizer.step(), unless a gradient is inf or NaN."""
     gradients = [master.grad for master in masters if master.grad is not None]
-    is_finite = nn.utils.get_total_norm(gradients).isfinite()
+    gradients = [gradient for gradient in gradients if gradient.numel()]  # no maximum of nothing
+    # The largest element. A sum of squares would overflow for finite elements.
+    is_finite = nn.utils.get_total_norm(gradients, torch.inf).isfinite()
     if optimizer.defaults.get("fused"):  # its kernels read found_inf, and then change nothing
         optimizer.found_inf = 1.0 - is_finite.float()
         optimizer.step()
@@ -517,7 +524,12 @@ def check_factors(growth_factor, backoff_factor, init_scale):
 
 
 def check_unscale(scaler, optimizer):
-    """Raise an error if the gradients would be divided by the scale twice."""
+    """Raise an error if gradients would be divided by the scale twice, or by nearly zero."""
+    if scaler.get_scale() < 2.0**-127:  # 1 / scale is inf in fp32
+        raise RuntimeError(
+            f"the loss scale has fallen to {scaler.get_scale():.0e}: gradients were inf or NaN in "
+            "step after step at any scale, so look for the first NaN in the data and the model"
+        )
     if optimizer in scaler._found_inf:
         raise RuntimeError(
             "unscale_() or step() has been called on this optimizer since the last update()"
@@ -543,11 +555,18 @@ def check_has_no_masters(optimizer):
         )
 
 
-def check_no_backward_since(unscaled, versions):
-    """Raise an error if a gradient was written since the first unscale_() of this step."""
-    if versions != unscaled:
+def check_no_backward_since(unscaled, unscaled_versions, current, versions):
+    """Raise an error if a gradient was written or replaced since this step's first unscale_().
+
+    Versions do not tell, because that of a new tensor may be the same. A write to .grad.data, or by
+    dist.all_reduce(), is not noticed.
+    """
+    is_same = all(map(operator.is_, unscaled, current))
+    if not is_same or versions != unscaled_versions:
         raise RuntimeError(
-            "backward ran after clip_grad_norm_() or unscale_(): call every backward first"
+            "backward ran, or a .grad was replaced, after clip_grad_norm_() or unscale_(): call "
+            "every backward first. To drop the gradients instead of a step, call this optimizer's "
+            "zero_grad() and, with a scaler, scaler.update()"
         )
 
 
@@ -590,7 +609,7 @@ FORMATS = {  # name: dtype of the weights, what to expect
 
 def main():
     demo = Demo(__doc__)
-    model = demo.start("amp", bitwise=demo.ranks <= 2)
+    model = demo.start("amp", bitwise=demo.ranks <= 2)  # more ranks add in another order
     average_in_backward(demo, model)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
     # The only error of 16 bits is rounding. So with "16-bit" weights in the masters' own dtype, and
@@ -606,7 +625,7 @@ def main():
         gradients = [parameter.grad / scaler.get_scale() for parameter in model.parameters()]
         return gradients, model.parameters()
 
-    demo.train(functools.partial(train_step, demo, model, optimizer), whole)
+    demo.train(functools.partial(train_step, demo, model, optimizer, scaler), whole)
     status = report(demo, model, optimizer)
     demo.show()
     compare_formats(demo)
@@ -665,28 +684,29 @@ def compare_formats(demo):
         torch.manual_seed(demo.args.seed)
         model = language_model(C=64, heads=2, layers=2).to(demo.device)
         average_in_backward(demo, model)
-        adamw = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         scaler = GradScaler(demo.device.type, enabled=name == "fp16")
-        optimizer = MixedPrecisionOptimizer(adamw, dtype, scaler)
+        if dtype != torch.float32:
+            optimizer = MixedPrecisionOptimizer(optimizer, dtype, scaler)
         if "autocast" in name:
             model.forward = autocast(torch.bfloat16)(model.forward)
         start = demo.now()
         for number in range(demo.args.steps):
             inputs, targets = demo.batch(number)
-            loss = train_step(demo, model, optimizer, inputs, targets, divisor=1024)
+            loss = train_step(demo, model, optimizer, scaler, inputs, targets, divisor=1024)
         ms = 1e3 * (demo.now() - start) / demo.args.steps
         losses[name] = loss.item()
         change = losses[name] / losses["fp32"] - 1
         demo.show(f"{name:18}{losses[name]:6.3f}  {change:+6.1%} {ms:5.0f} ms   {comment}")
 
 
-def train_step(demo, model, optimizer, inputs, targets, divisor=1):
+def train_step(demo, model, optimizer, scaler, inputs, targets, divisor=1):
     optimizer.zero_grad()
     logits = model(demo.part(inputs))
     if logits.dtype.itemsize == 2:
         logits = logits.float()
     loss = language_loss(logits, demo.part(targets))
-    optimizer.scale(loss / divisor).backward()
+    scaler.scale(loss / divisor).backward()  # as optimizer.scale()
     optimizer.step()
     return loss.detach()
 

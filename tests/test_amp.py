@@ -341,6 +341,123 @@ def test_replicas_agree_if_ddp_broadcasts_after_the_masters_were_made(wrapper):
     bitwise(masters, of_rank_0)
 
 
+# ---- gradients between clip_grad_norm_() and step()
+
+
+def backward_anew(model):
+    model.zero_grad()
+    batch_loss(model, 0, 1).backward()
+
+
+def replace_one(model):
+    model[0].bias.grad = torch.ones_like(model[0].bias)
+
+
+def drop_one(model):
+    model[0].bias.grad = None
+
+
+def give_the_first_one(model):
+    frozen_until_now = model[0].weight
+    frozen_until_now.grad = torch.ones_like(frozen_until_now)
+
+
+SCALERS = {
+    "no scaler": lambda: None,
+    "our scaler": partial(amp.GradScaler, "cpu", 4.0),
+    "PyTorch's": partial(torch.amp.GradScaler, "cpu", 4.0),
+}
+
+
+@pytest.mark.parametrize("scaler", SCALERS)
+@pytest.mark.parametrize("change", [backward_anew, replace_one, drop_one, give_the_first_one])
+def test_a_gradient_replaced_after_clipping_is_an_error(change, scaler):
+    """The new tensor has been written as often as the old one, so versions do not tell."""
+    model, optimizer = start(scaler=SCALERS[scaler]())
+    loss = batch_loss(model, 0, 0)
+    optimizer.scale(loss).backward()
+    model[0].weight.grad = None
+    optimizer.clip_grad_norm_(0.1)
+    change(model)
+    with pytest.raises(RuntimeError, match="replaced, after clip_grad_norm_"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+@pytest.mark.parametrize("wrapper", [ddp.DDP, nn.parallel.DistributedDataParallel])
+@pool.on(2)
+def test_under_ddp_a_backward_anew_after_clipping_is_an_error(wrapper, as_view):
+    model, optimizer = start()
+    replica = wrapper(model, process_group=pool.group(), gradient_as_bucket_view=as_view)
+    batch_loss(replica, pool.rank(), 0).backward()
+    optimizer.clip_grad_norm_(0.1)
+    replica.zero_grad()
+    batch_loss(replica, pool.rank(), 1).backward()
+    with pytest.raises(RuntimeError, match="replaced, after clip_grad_norm_"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("scaler", SCALERS)
+def test_gradients_dropped_after_clipping_leave_no_trace(scaler):
+    results = []
+    for drops in (True, False):
+        model, optimizer = start(name="adamw", scaler=SCALERS[scaler]())
+        if drops:
+            loss = batch_loss(model, 0, 1)
+            optimizer.scale(loss).backward()
+            optimizer.clip_grad_norm_(0.1)
+            optimizer.zero_grad()
+            if optimizer.scaler.is_enabled():
+                optimizer.scaler.update()
+        one_step(model, optimizer, 0)
+        results.append([*masters_of(optimizer)])
+    bitwise(*results)
+
+
+@pytest.mark.parametrize("scaler", SCALERS)
+def test_a_state_loaded_between_clipping_and_step_keeps_the_clipped_gradients(scaler):
+    """As in PyTorch. The state has another scale, which these gradients do not have."""
+    model, optimizer = start(scaler=SCALERS[scaler]())
+    state = copy.deepcopy(optimizer.state_dict())
+    state["scaler"] |= {"scale": 1024.0} if state["scaler"] else {}
+    model[0].bias.grad = optimizer.scale(torch.ones(33)).to(BF16)
+    optimizer.clip_grad_norm_(1e9)
+    optimizer.load_state_dict(state)
+    before = masters_of(optimizer)[1].clone()
+    optimizer.step()
+    bitwise(masters_of(optimizer)[1], before - 0.1)
+
+
+# ---- numbers at the ends of the range
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_finite_gradients_are_used_even_if_their_norm_overflows(fused):
+    """A parameter without elements has no largest one."""
+    weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0))]
+    inner = torch.optim.SGD(weights, lr=2.0**-66, fused=fused)
+    optimizer = amp.MixedPrecisionOptimizer(inner, BF16)
+    for number in (2.0**65, INF, NAN):
+        for weight in weights:
+            weight.grad = torch.full_like(weight, 1.0)
+        weights[0].grad[1] = number
+        optimizer.step()
+        optimizer.zero_grad()
+        assert weights[0].tolist() == [1.0, 0.5, 1.0]
+
+
+def test_a_scale_that_nears_zero_is_an_error_that_says_where_to_look():
+    """PyTorch skips every further step in silence."""
+    scaler = amp.GradScaler("cpu", 2.0**-127, backoff_factor=0.5)
+    weight, optimizer = one_weight()
+    weight.grad = scaler.scale(torch.ones(2))
+    scaler.step(optimizer)
+    assert weight.tolist() == [0.75, 0.75]
+    scaler.update(2.0**-128)
+    with pytest.raises(RuntimeError, match="scale has fallen to 3e-39"):
+        scaler.step(optimizer)
+
+
 # ---- misuse that would train wrongly
 
 
