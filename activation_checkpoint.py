@@ -68,8 +68,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 # --------------------------------------------------------------------------------------------------
-# 1. The idea, for a function of one tensor that requires a gradient. torch.autograd.grad does not
-#    find the parameters in the graph: they get gradients from .backward() only. And there are no
+# 1. The idea, for a function of one tensor that requires a gradient. Parameters are not inputs of
+#    the node, so only .backward() gives them gradients, not torch.autograd.grad. And there are no
 #    gradients of gradients.
 
 
@@ -125,7 +125,8 @@ def checkpoint(function, *args, preserve_rng_state=True, policy=None, **kwargs):
     preserve_rng_state: if False, the second run draws other random numbers.
     policy(operator, *args, **kwargs): called for each ATen operator inside the function, except
         views, casts and changes in place. If it returns True, the operator's output is kept and not
-        recomputed (section 3), unless it changes in place or a collective gets it.
+        recomputed (section 3), unless that output is later changed in place or passed to a
+        collective.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -135,10 +136,10 @@ def checkpoint(function, *args, preserve_rng_state=True, policy=None, **kwargs):
 
 
 class SaveInput(torch.autograd.Function):
-    """A node of the graph that saves an input of the function.
+    """A node of the graph that only exists to save an input as autograd saves tensors.
 
-    With a plain reference to the input, a change in place would be silent: autograd raises an error
-    for saved tensors only. And inside another checkpoint, this input would not be freed: the outer
+    With a plain reference, a change in place would be silent: autograd raises an error for saved
+    tensors only. And inside another checkpoint, the input would not be freed: the outer
     checkpoint's hook applies to saved tensors only.
     """
 
@@ -173,7 +174,7 @@ class Segment:
         ]
         self.modes = _get_current_function_mode_stack()  # such as amp.py's autocast
         self.kinds = []  # shape, dtype and device of each tensor that forward saved
-        self.saved = []  # for each of them: the operator that saved it, requires_grad
+        self.saved = []  # for may_fill_saved(), of each: the operator that saved it, requires_grad
         self.recomputed = {}  # number -> tensor of the second run, until backward uses it
         self.kept = {}  # the outputs that the policy keeps
 
@@ -196,31 +197,32 @@ class Segment:
         active = _get_current_function_mode_stack()
         contexts = [torch.enable_grad(), *self.autocasts]
         contexts += [mode for mode in self.modes if mode not in active]
-        contexts.append(self.keeping())  # returns what the policy has kept
-        # The lambda is called only if the function itself computes gradients.
+        contexts.append(self.keeping())  # operators whose output was kept return it and do not run
+        # The lambda, the unpack hook, is needed only for a backward inside the function.
         contexts.append(saved_tensors_hooks(self.pack_again, lambda tensor: tensor))
         states = random_states()
         set_random_states(self.random_states)
-        with suppress(Complete), ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context)
-            self.function(*args, **kwargs)
-        set_random_states(states)
-        kinds = [kind_of(tensor) for tensor in self.recomputed.values()]
-        if kinds != self.kinds:
-            raise RuntimeError(
-                f"checkpoint: {self.function} saves other tensors for backward in the second run, "
-                f"{kinds}, than in forward, {self.kinds}"
-            )
+        try:
+            with suppress(Complete), ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context)
+                self.function(*args, **kwargs)
+            check_saves_the_same(self)
+        except BaseException:
+            self.recomputed = {}  # frees memory, and another backward must not use them
+            raise
+        finally:
+            set_random_states(states)
 
     def pack_again(self, tensor):
         """The pack hook of the second run. It collects the tensors for `unpack`."""
         tensor = tensor.detach()  # otherwise a grad_fn that saves it makes a reference cycle
         number = len(self.recomputed)
-        if number < len(self.kinds):  # else the function has caught Complete, and goes on
-            self.recomputed[number] = tensor
+        is_one_more = number == len(self.kinds)  # after may_fill_saved(), or a caught Complete
         is_last = number + 1 == len(self.kinds)
-        if number == len(self.kinds) or (is_last and not self.may_fill_saved()):
+        if not is_one_more:
+            self.recomputed[number] = tensor
+        if is_one_more or (is_last and not self.may_fill_saved()):
             raise Complete
         return tensor
 
@@ -229,7 +231,9 @@ class Segment:
     def keeping(self, policy=None):  # in forward by the policy, in the second run what is kept
         return Keep(policy, self.kept) if policy or self.kept else nullcontext()
 
-    def may_fill_saved(self):  # then the operator that saved the last tensor must run to its end
+    def may_fill_saved(self):
+        # If True, the second run may not stop inside the operator that saved the last tensor: it
+        # fills one that autograd has saved, afterwards (RReLU).
         return may_fill(self.saved)
 
 
@@ -337,7 +341,7 @@ def shares_memory(operator):
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. The library: several layers at a time; host memory instead of a second run.
+# 4. The library: several layers at a time; checks; host memory instead of a second run.
 
 
 def checkpoint_sequential(layers, segments, x):
@@ -359,11 +363,20 @@ def run_layers(layers, x):
     return x
 
 
+def check_saves_the_same(segment):
+    kinds = [kind_of(tensor) for tensor in segment.recomputed.values()]
+    if kinds != segment.kinds:
+        raise RuntimeError(
+            f"checkpoint: {segment.function} saves other tensors for backward in the second run, "
+            f"{kinds}, than in forward, {segment.kinds}"
+        )
+
+
 def may_fill(saved):
     """Return whether the last operator may write into a tensor that autograd has saved already.
 
-    Autograd saves inputs before the operator runs. RReLU fills one of them, its noise. That is a
-    tensor that needs no gradient, beside one that needs a gradient.
+    Autograd saves inputs before the operator runs. RReLU then fills one of them, its noise. Sign of
+    such an operator: it saves one tensor with requires_grad and one without.
     """
     last = saved[-1][0]
     return {True, False} == {

@@ -286,6 +286,46 @@ def test_a_function_may_compute_gradients_and_catch_all_errors():
     assert torch.equal(*gradients)
 
 
+class FailsInBackward:
+    """A function whose second run, and no other, raises an error or saves other tensors."""
+
+    def __init__(self, error=None):
+        self.error = error
+        self.runs = 0
+
+    def __call__(self, x):
+        self.runs += 1
+        y = F.dropout(x).sin()
+        if self.runs == 2 and self.error:
+            raise self.error
+        return F.dropout(y.sin() if self.runs == 2 else y.double()).sin()
+
+
+FAILURES = {
+    "an error": FailsInBackward(ValueError("second run")),
+    "Ctrl-C": FailsInBackward(KeyboardInterrupt("second run")),
+    "other tensors": FailsInBackward(),
+}
+
+
+@pytest.mark.parametrize("around", ["checkpoint", "two checkpoints", "policy"])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_after_a_second_run_that_fails_random_numbers_and_gradients_are_right(failure, around):
+    """Such as one that is out of memory, after which the caller goes on."""
+    function = FailsInBackward(FAILURES[failure].error)
+    x = torch.ones(50, requires_grad=True)
+    torch.manual_seed(0)
+    expected = FailsInBackward(function.error)(x)
+    torch.manual_seed(0)
+    y = AROUND[around](function, x)
+    following = torch.random.get_rng_state()
+    with pytest.raises((ValueError, KeyboardInterrupt, RuntimeError), match="second run"):
+        torch.autograd.grad(y.sum(), x, retain_graph=True)
+    assert torch.equal(torch.random.get_rng_state(), following)
+    (gradient,) = torch.autograd.grad(y.sum(), x)  # the third run is right
+    assert torch.equal(gradient, *torch.autograd.grad(expected.sum(), x))
+
+
 def test_without_preserve_rng_state_the_second_run_draws_anew():
     x = torch.ones(100, requires_grad=True)
     y = ac.checkpoint(lambda x: F.dropout(x).exp(), x, preserve_rng_state=False)
