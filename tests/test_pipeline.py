@@ -83,6 +83,12 @@ def test_csv_files_are_pytorchs(name, tmp_path):
     assert pytorchs.order_of(schedule, 4) == expected
 
 
+@pytest.mark.parametrize(("name", "m"), [("2f2b", 4), ("1f1b", 0)])
+def test_an_unknown_name_or_no_micro_batch_is_an_error(name, m):
+    with pytest.raises(ValueError, match="name one of"):
+        build_schedule(name, 2, m)
+
+
 IMPOSSIBLE = {  # why: the ranks' actions
     "deadlocks: .*0B0.*1F1": ["0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"],
     "nothing of stage 0": ["1F0 1B0"],
