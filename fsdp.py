@@ -173,12 +173,13 @@ class ShardedParameter:
         # Above, shard_start is 48 on rank 1. So there, the weight is at -48 to 12 of the shard.
         start_in_shard = start_in_unsharded - group.shard_start
         end_in_shard = start_in_shard + original.numel()
-        # Its elements in the shard, if any: slice(0, 12) on rank 1. On rank 0 this is slice(0, 60),
-        # and indexing stops at the end of the shard, at 48.
+        # Its elements in the shard, if any: slice(0, 60) on rank 0, where indexing stops at the end
+        # of the shard, 48, and slice(0, 12) on rank 1.
         self.slice = slice(max(start_in_shard, 0), max(end_in_shard, 0))
         self.sharded = nn.Parameter(self.part_of_shard(group.shard), original.requires_grad)
-        # Backward's gather writes to the buffer after autograd has saved this view. A view shares
-        # the version counter of its buffer, so autograd would refuse it. .data has its own.
+        # Autograd saves this view, and then backward's gather writes to the buffer. A plain view
+        # has the version counter of the buffer, so autograd would report a changed tensor. .data
+        # has a counter of its own.
         self.unsharded = nn.Parameter(self.view(group.unsharded).data, original.requires_grad)
         self.sharded._sharded_parameter = self
 
@@ -353,9 +354,11 @@ def sum_in_rank_order(received, shard_size):
 #    post_backward 0               unit 0    reduce 0
 #    end_backward      reduce 0
 #
-# Nobody starts the second gather 2 early: when pre_forward 2 starts what comes next, that is unit 2
-# itself, which is still unsharded. So pre_backward 2 starts it. The model's input needs no gradient
-# here. So no PostBackward calls post_backward M and post_backward 0, but end_backward does.
+# M returns what unit 2 returns, so pre_backward 2 and pre_backward M are hooks of one tensor, and
+# run in the order in which they were added. Only the second gather 2 is not started early: the
+# record says that unit 2 follows itself, and pre_forward 2 finds it unsharded. So pre_backward 2
+# starts it. The model's input needs no gradient here. So no PostBackward calls post_backward M and
+# post_backward 0, but end_backward does.
 
 
 def make_unit(module, groups, settings):
@@ -389,7 +392,9 @@ class Schedule:
         self.backward_is_running = False
         self.latest = None  # (unit, in_backward()) of the latest unshard(); None: none in this step
         self.next_unit = {}  # {(unit, in_backward()): which was unshard()ed next in the last step}
-        self.marks = []  # (parameter, NaN mark, old .grad) per gradient that no_sync() keeps
+        # (parameter, NaN mark, old .grad) per gradient that no_sync() keeps. In its place .grad is
+        # NaN, so that section 5 notices zero_grad().
+        self.marks = []
 
     def reshard_all(self):
         self.latest = None
@@ -413,8 +418,9 @@ class Schedule:
 class PostBackward(torch.autograd.Function):
     """The identity, for an input of a unit. Its backward calls the unit's post_backward.
 
-    Autograd first runs the ready nodes that accumulate .grad, and then the newest ready node. This
-    node is older than all nodes of the unit. So it runs last, even if it is ready early.
+    This node may be ready before the gradients of the unit's weights are computed. But autograd
+    first runs the ready nodes that accumulate .grad, and then the newest ready node. This one is
+    older than all nodes of the unit, so it runs last.
     """
 
     @staticmethod
@@ -442,7 +448,7 @@ class Unit:
 
     def pre_forward(self, module, args, kwargs):
         """Unshard, and pass the inputs through PostBackward."""
-        if self.schedule.outermost is None and not in_backward():  # no other unit called this one
+        if self.schedule.outermost is None and not in_backward():  # the user called it
             check_last_backward(self.schedule)
             self.schedule.outermost = self
             # A forward without a backward leaves units gathered, and the shards may have changed.
@@ -462,7 +468,9 @@ class Unit:
         for group in self.groups:
             group.finish_unshard()
         schedule = self.schedule
-        schedule.next_unit[schedule.latest] = self  # for the next step; nobody reads that of None
+        schedule.next_unit[schedule.latest] = (
+            self  # for the next step. The entry of None is never read
+        )
         schedule.latest = (self, in_backward())
         if schedule.latest in schedule.next_unit:  # from the step before
             schedule.next_unit[schedule.latest].start_unshard()
@@ -497,7 +505,7 @@ class Unit:
         self.awaits_post_backward = True
         if not self.schedule.backward_is_running:
             self.schedule.backward_is_running = True
-            self.schedule.drop_zeroed_gradients()
+            self.schedule.drop_zeroed_gradients()  # after no_sync() only
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         self.unshard()
 

@@ -19,8 +19,8 @@ mask of its own. Then f gathers the sequence, and g leaves each rank its part of
     f   gather_from_sequence           all-gather       reduce-scatter      sequence parallelism
     g   reduce_scatter_to_sequence     reduce-scatter   all-gather          sequence parallelism
 
-Names and shapes, for sequence s, batch b, hidden size h, vocabulary V. `size` is 3h for qkv, h for
-proj, and 4h for the MLP:
+Names and shapes, for sequence s, batch b, hidden size h, vocabulary V. `size` is what is split, the
+outputs of A or the inputs of B: 3h for qkv, h for proj, and 4h for the MLP.
 
     x, y                      (s, b, h)          the whole, which is equal on all ranks
     x_part, y_part            (s/t, b, h)        this rank's positions     sequence parallelism
@@ -38,12 +38,12 @@ Cost per rank, of a layer, for micro-batch b and a heads:
 
 "sent" is in elements per micro-batch. Each of the two pairs sends
     4bsh    two all-reduces of bsh, each of which sends 2bsh
-    5bsh    with sequence parallelism: a gather and a reduce-scatter in forward, the same in
-            backward, and there a second gather of X, so that X need not be kept
+    5bsh    with sequence parallelism: a gather and a reduce-scatter in forward (2), the same in
+            backward (2), and X gathered again in backward (1), so that X need not be kept
 12h is an all-reduce of 6h gradients, of two norms and of proj's and linear2's biases, which every
 rank keeps whole. Outside of layers, the embedding and the head send 2bsh each, or 3bsh with
 sequence parallelism, and the loss sends 6bs. "activations" is in bytes, for 16 bits (Korthikanti
-et al., §4). 5as²b of them are scores, which fused attention does not keep.
+et al., §4). Of these, 5as²b (divided by t) are scores, which fused attention does not keep.
 
 Read section 1 for the idea (12 minutes), to section 4 for the technique (33), and the rest to use
 it as a library (78).
@@ -139,8 +139,8 @@ def reduce_from_region(x, process_group=None):
 def parallel_mlp(x, A_shard, B_shard, process_group=None):
     """GELU(x A) B for this rank's columns of A and rows of B. This is the whole idea.
 
-    A_shard is A.chunk(t, dim=1)[rank], and B_shard is B.chunk(t, dim=0)[rank]. Attention has this
-    rank's heads in place of GELU.
+    Here a matrix is (inputs, outputs). A_shard is A.chunk(t, dim=1)[rank], and B_shard is
+    B.chunk(t, dim=0)[rank]. Attention has this rank's heads in place of GELU.
     """
     x = copy_to_region(x, process_group)
     y_shard = F.gelu(x @ A_shard)  # (…, size/t)
@@ -214,14 +214,15 @@ def start_reduce_scatter(x, process_group):
 def scatter_to_sequence(x, process_group=None):
     """Return this rank's part of an x that all ranks have. It follows the embedding.
 
-    All ranks have computed x, so each needs its whole gradient. Backward gathers the parts.
+    A rank goes on with its part alone. But all ranks have computed x, and need the gradient of the
+    whole. So backward gathers the gradients of the parts.
     """
     return Conjugate.apply(x, own_part, all_gather, process_group)
 
 
 def own_part(x, process_group):
     world_size = dist.get_world_size(process_group)
-    check_divides("positions or features", len(x), world_size)
+    check_divides("positions or features", len(x), world_size)  # section 6 cuts features with it
     parts = x.chunk(world_size)
     return parts[dist.get_rank(process_group)].clone()  # a view would keep the whole x in memory
 
@@ -235,7 +236,7 @@ class ParallelLayer(nn.Module):
     """A plain layer whose parameters are this rank's shards, under their old names.
 
     from_full() copies the plain layer and gives the copy this class. It calls split() to plan the
-    cut, and puts its shard() into each parameter in split_dims:
+    cut, and puts into each parameter in split_dims what shard() returns:
 
         ColumnParallelLinear.from_full(qkv, stack=3)    3 stacked matrices: q, k and v
         RowParallelLinear.from_full(proj)
@@ -274,7 +275,8 @@ class ParallelLayer(nn.Module):
         self.part_sizes = [math.ceil(size / self.world_size) for size in matrices]
         # The number of rows of zeros at the end: 1 for a vocabulary of 13 and 2 ranks.
         self.padding = sum(self.part_sizes) * self.world_size - self.size
-        # A list, which the shards get, too. DDP, ZeRO and FSDP do not average over these ranks.
+        # The ranks that hold different shards. take_shards() puts it on the parameters, too, so
+        # that DDP, ZeRO and FSDP do not average over these ranks.
         self.differ_between_ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
 
     def matrix(self):
@@ -301,7 +303,8 @@ class ColumnParallelLinear(ParallelLayer):
 
     def forward(self, x):
         y_shard = ColumnLinear.apply(x, self.matrix(), self.bias, self)
-        # An in-place activation may not change a view that a Function returns. So make it another.
+        # PyTorch forbids changes in place of a view that a Function returns. This returns the same
+        # memory as an ordinary result.
         return torch.ops.aten._unsafe_view(y_shard, y_shard.shape)
 
 
@@ -341,7 +344,9 @@ class ColumnLinear(Function):
         else:
             sending = dist.all_reduce(grad_x, group=group, async_op=True)  # in place
         grad_rows = grad_y_shard.reshape(-1, len(weight_shard))
-        grad_weight = grad_rows.t() @ x.to(dtype).reshape(-1, x.shape[-1])
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = grad_rows.t() @ x.to(dtype).reshape(-1, x.shape[-1])
         grad_bias = grad_rows.sum(0) if ctx.needs_input_grad[2] else None
         sending.wait()
         grad_input = received.sum(0) if sequence_parallel else grad_x
@@ -386,8 +391,8 @@ class VocabParallelEmbedding(ParallelLayer):
         row, is_local = locate(tokens, self.rank, len(self.weight))
         x = F.embedding(row, self.weight).masked_fill(~is_local.unsqueeze(-1), 0.0)
         x = reduce_from_region(x, self.process_group)
-        # On a GPU, check_tokens() does not raise, so unknown tokens get NaN. where() might change
-        # the strides of x. Then dropout would draw another mask than in the plain model.
+        # On a GPU, check_tokens() does not raise, so unknown tokens get NaN. masked_fill() keeps
+        # the strides of x, on which the mask of dropout depends. where() may not.
         return x.masked_fill(is_outside(tokens, V).unsqueeze(-1), math.nan)
 
 
