@@ -5,8 +5,8 @@ batch is cut into m micro-batches: while rank 1 works on the first one, rank 0 w
 A forward sends its output on. When the gradient of that output has come back, the backward sends
 the gradient of the stage's input back.
 
-A schedule is the order in which a rank does this. Here p = 3 and m = 4. F2 is the forward of
-micro-batch 2. B2 is its backward, which takes about two forwards:
+A schedule is the order of a rank's forwards and backwards. Here p = 3 and m = 4. F2 is the forward
+of micro-batch 2. B2 is its backward, which takes about two forwards:
 
     GPipe: all forwards, then all backwards         1F1B: each backward as soon as it can run
     rank 0  F0F1F2F3            B0..B1..B2..B3..    F0F1F2        B0..F3B1..  B2..  B3..
@@ -99,7 +99,7 @@ def receive(like, peer, group, device):
 
 
 def gpipe_step(stage, micro_batches, loss_fn, like, group=None):
-    """Stages pass on tensors like `like`, which is on the device that the backend sends from."""
+    """Stages pass on tensors like `like`, which is on the CPU for gloo, and on the GPU for NCCL."""
     rank = dist.get_rank(group)
     last = dist.get_world_size(group) - 1
     saved = []  # (input, output; the loss on the last rank) of each micro-batch
@@ -159,11 +159,11 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
     p, m, v = num_ranks, num_microbatches, stages_per_rank
     if name not in SCHEDULES or min(p, m, v) < 1:
         raise ValueError(f"build_schedule{name, p, m, v}: name one of {SCHEDULES}, numbers > 0")
-    # p micro-batches each. Some have more if p does not divide m.
+    # p micro-batches each. Some have more if p does not divide m. If m < p, there is one, of m.
     rounds = torch.arange(m).tensor_split(max(1, m // p))
-    # When does the first backward come? First, a rank runs round 1 on all its stages but the last.
+    # When does the first backward come? A rank runs the first round on all its stages but the last.
     # Then it runs one more forward for each later rank, because micro-batch 0 goes through these.
-    # Interleaved: two, so that a forward's message arrives while the receiver runs other actions.
+    # Interleaved: two, so that a message has the time of one action to travel.
     on_other_stages = (v - 1) * len(rounds[0])
     per_later_rank = 2 if name == "interleaved_1f1b" else 1
     schedule = []
@@ -175,8 +175,9 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
         first_column = {"F": 0, "B": first_backward}
         if name == "zero_bubble":
             # W begins in the same column on all ranks, so each keeps p micro-batches, as rank 0 of
-            # 1F1B does. Rank 0 runs W0 right after I0. On the last rank, W0 is p-1 columns later:
-            # there I must not wait behind W, because all earlier ranks wait for I.
+            # 1F1B does. With p = 3, W begins in column 2, and I in columns 2, 1 and 0. Rank 0 runs
+            # W0 right after I0. On the last rank I must not wait behind W, because all earlier
+            # ranks wait for I.
             first_column = {"F": 0, "I": first_backward, "W": on_other_stages + p - 1}
         stages = range(rank, p * v, p)
         rows = []
@@ -268,8 +269,8 @@ class BasicPipeline(nn.Module):
         self.loss_fn = loss_fn
         self._group = process_group
         self._rank = dist.get_rank(process_group)
-        # Section 6: a list of each rank's actions, and one of all actions, sorted by the time when
-        # they end if transfers take no time.
+        # Section 6: a list of each rank's actions, and one of all actions in the order in which a
+        # simulation ends them.
         self.schedule, self._order = self._read_schedule(schedule, stages)
         check_kinds(self._order, self.kinds)
         ranks = enumerate(self.schedule)
@@ -448,8 +449,8 @@ def leave_weights_to_w(left_to_w, weights):
     It is around F. It is also around I, because an activation checkpoint runs the forward again
     there.
     """
-    # The micro-batch has a whole B. Or another package has replaced F.linear: then its own backward
-    # computes all gradients, because W might compute others.
+    # The micro-batch has a whole B. Or another package has replaced F.linear, whose gradients may
+    # have another formula than W's: then its own backward computes them all.
     if left_to_w is None or F.linear is not linear:
         yield
         return
@@ -464,7 +465,7 @@ def leave_weights_to_w(left_to_w, weights):
 
 def split_linear(left_to_w, weights, x, weight, bias=None):
     """F.linear, but its backward leaves the gradient of the weight to W."""
-    if not can_wait(x, weight, weights):  # for example, a hook of DDP needs the gradient in I
+    if not can_wait(x, weight, weights):  # for example, a hook needs the gradient in I
         return linear(x, weight, bias)
     rows = x.flatten(end_dim=-2)
     version = rows._version
@@ -483,16 +484,18 @@ def split_linear(left_to_w, weights, x, weight, bias=None):
 def can_wait(x, weight, weights):
     """Return whether W can compute the gradient of `weight` in F.linear(x, weight).
 
-    Under DDP or FSDP it cannot, because they need the gradient in I. Then results are right, but
-    the bubble is that of 1f1b. If a weight is also used where W is not possible (tied), the sum of
-    its gradients is rounded in another order than on one device. x stays in memory until W.
+    Under FSDP, and if the weight has hooks, it cannot, because these need the gradient in I. Then
+    results are right, but the bubble is that of 1f1b. If a weight is also used where W is not
+    possible (tied), its gradients are added in another order than on one device, so the last bits
+    may differ. x stays in memory until W.
     """
     return (
         torch.is_grad_enabled()
         and x.requires_grad  # else y might have no graph for the hook
         and weight.requires_grad
-        # Nothing reads the gradient before W adds it. A weight that is computed from a parameter
-        # (weight_norm, FSDP), or that has a hook (DDP), needs its gradient in I.
+        # Nothing may read the gradient before W adds it. A weight that is computed from a parameter
+        # (weight_norm, FSDP), or that has a hook, needs its gradient in I. Those of ddp.py are
+        # hooks of the node that adds to .grad, and run in W.
         and weight in weights
         and not weight._backward_hooks
         and not weight._post_accumulate_grad_hooks
@@ -716,7 +719,7 @@ class Simulation(NamedTuple):
     start: dict  # action, as a string -> time
     end: dict  # action, as a string -> time
     bubble_fraction: float  # the share of all ranks' time in which they wait
-    peak_activations: list  # by rank: the most forwards that await their backward at one time
+    peak_activations: list  # by rank: the most micro-batches from F to the end of B or W
 
 
 def simulate(schedule, cost=COST):

@@ -6,7 +6,6 @@ import gc
 import inspect
 import weakref
 from contextlib import nullcontext
-from functools import partial
 
 import pool
 import pytest
@@ -526,12 +525,19 @@ def test_linear_is_restored_after_an_error_and_in_nested_contexts():
     assert F.linear is pipeline.linear
 
 
-@pool.on(1)
-def test_i_computes_the_gradients_that_ddp_reduces():
-    """Else W adds to a gradient that has been averaged."""
-    wrap = partial(ddp.DistributedDataParallel, process_group=pool.group())
-    run = Run(Layer, "zero_bubble", 4, wrap=wrap)
-    run.step(*make_batch(0, 8))
+@pool.on(2)
+def test_ddp_averages_the_gradients_of_w():
+    """Two pipelines of one rank each. One micro-batch: DDP averages in each backward."""
+    stage = Layer()
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    replica = ddp.DistributedDataParallel(copy.deepcopy(stage), process_group=pool.group())
+    schedule = build_schedule("zero_bubble", 1, 1)
+    Pipeline(replica, schedule, 1, loss_fn, alone).step(*make_batch(pool.rank(), 4))
+
+    inputs, targets = make_batch(pool.rank(), 4)
+    loss_fn(stage(inputs), targets).backward()
+    ddp.all_reduce_gradients(stage, pool.group())
+    assert_same_parameters(replica.module, stage, exact=True)
 
 
 @pool.on(1)
