@@ -12,7 +12,7 @@ Three ranks load its columns. Rank 0 loads the first two:
 
 A box is (start, stop) in each dimension of the whole tensor. Rank 0 finds:
 
-    file          box of w in the file    overlap with rank 0's box    rank 0's piece of w
+    file          box of w in the file    overlap with rank 0's box    rank 0's piece, by file
     0.bin         (0, 3), (0, 4)          (0, 3), (0, 2)               0 0 · ·
                                                                        0 0 · ·
                                                                        0 0 · ·
@@ -28,9 +28,12 @@ The previous checkpoint stays until the new one is complete. Here it is 6:
 
 Bytes per rank, for Ψ fp32 parameters with Adam on N ranks:
 
-                              extra memory    written         read
-    gathered into one file    12Ψ on rank 0   12Ψ by rank 0   12Ψ
-    here, sharded             one box         12Ψ/N           12Ψ/N, plus the rest of each box
+                              extra memory          written         read
+    gathered into one file    24Ψ on rank 0         12Ψ by rank 0   12Ψ, all of it in memory
+    here, sharded             one box at a time     12Ψ/N           12Ψ/N, plus the rest of each box
+    sharded, in background    12Ψ/N: copies         12Ψ/N
+
+A load also holds one byte per element of the rank's pieces of one tensor: what is missing yet.
 
 Read section 1 for the idea (10 minutes), to section 4 for the technique (30), and the rest to use
 it as a library (40).
@@ -48,6 +51,7 @@ Left out: sharing out the writing of tensors that all ranks hold; storage other 
 # ///
 
 import argparse
+import atexit
 import base64
 import copy
 import io
@@ -109,14 +113,15 @@ def gather_and_save(path, pieces, process_group=None):
         # A view would be sent with all the memory behind it, and a tensor of a GPU to that GPU.
         tensor = piece.tensor.cpu().clone()
         mine.append((name, piece._replace(tensor=tensor)))
-    everyone = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(everyone, mine, group=process_group)
-    wholes = {}
-    for name, piece in itertools.chain(*everyone):
-        whole = wholes.setdefault(name, piece.tensor.new_empty(piece.shape))
-        part = whole_piece(whole).at(piece.box)
-        part.copy_(piece.tensor)
-    if dist.get_rank(process_group) == 0:
+    is_first = dist.get_rank(process_group) == 0
+    everyone = [None] * dist.get_world_size(process_group) if is_first else None
+    dist.gather_object(mine, everyone, group=process_group, group_dst=0)
+    if is_first:
+        wholes = {}
+        for name, piece in itertools.chain(*everyone):
+            whole = wholes.setdefault(name, piece.tensor.new_empty(piece.shape))
+            part = whole_piece(whole).at(piece.box)
+            part.copy_(piece.tensor)
         torch.save(wholes, path)
     dist.barrier(process_group)  # the file is complete when a rank returns
 
@@ -174,9 +179,10 @@ def share_out(root, pieces, extra, process_group):
     """Return this rank, the pieces that it writes, and the index without its "files"."""
     rank = dist.get_rank(process_group) if dist.is_initialized() else 0
     if rank == 0:
-        shutil.rmtree(root / "tmp", ignore_errors=True)  # left by a save that was killed
+        # Left by a save that was killed. on_all_ranks() below is a barrier: no rank writes before.
+        shutil.rmtree(root / "tmp", ignore_errors=True)
     wholes = {}  # {name: dtype and shape of the whole tensor}
-    holders = {}  # {(name, box): the ranks that hold the box. The first one writes it}
+    holders = {}  # {(name, box): ranks that hold it}; the first of them writes it
     descriptions = on_all_ranks(process_group, describe, pieces, extra)
     for holder, description in enumerate(descriptions):
         for name, whole, box in description:
@@ -201,7 +207,9 @@ def on_all_ranks(process_group, function, *args):
             raise ValueError(f"rank {dist.get_rank()} is not in process_group")
         results *= world_size
         dist.all_gather_object(results, result, group=process_group)
-    for result in reversed(results):  # rank 0's error may only say that another rank has one
+    # From the last: in a background save, rank 0 waits for the others' notes, and its error may
+    # only be that one of them is bad.
+    for result in reversed(results):
         if isinstance(result, Exception):
             raise result
     return results
@@ -231,7 +239,7 @@ def dtype_and_shape(piece):
 
 def write(path, pieces):
     """Write pieces to a file. Return {name: [(position in bytes, checksum, box), …]}."""
-    path.parent.mkdir(parents=True, exist_ok=True)  # by the first rank, or by a killed save
+    path.parent.mkdir(parents=True, exist_ok=True)  # it may exist: another rank made it
     boxes = {}
     with open(path, "wb") as file:
         for name, piece in pieces:
@@ -303,21 +311,35 @@ def load(directory, pieces, process_group=None):
 def read(directory, pieces):
     """Fill `pieces`. Return (directory of the checkpoint, its `extra`)."""
     path, index = open_latest(directory)
+    held = {}  # {name: this rank's pieces of it}
     for name, piece in named_pieces(pieces):
         whole = dtype_and_shape(piece)
         check_piece(f"{path}: {name}", whole, piece.box, index["wholes"].get(name))
-        missing = torch.ones_like(piece.tensor, dtype=torch.bool)  # no box has filled it yet
+        held.setdefault(name, []).append(piece)
+    for name, mine in held.items():
+        # True: no saved box has filled this element yet.
+        masks = [torch.ones_like(piece.tensor, dtype=torch.bool) for piece in mine]
+        missing = [piece._replace(tensor=mask) for piece, mask in zip(mine, masks, strict=True)]
         for rank, boxes in enumerate(index["files"]):
             for position, checksum, box in boxes.get(name, []):
-                common = overlap(piece.box, box)
-                part = piece.at(common)
-                if part.numel():
-                    saved = read_box(path / f"{rank}.bin", position, checksum, box, piece)
-                    part.copy_(saved.at(common))
-                    piece._replace(tensor=missing).at(common).fill_(False)
-        if missing.any():
-            raise ValueError(f"{path} lacks elements of {name}: {piece.box} was not saved whole")
+                fill(mine, missing, path / f"{rank}.bin", position, checksum, box)
+        for missing_piece in missing:
+            if missing_piece.tensor.any():
+                box = missing_piece.box
+                raise ValueError(f"{path} lacks elements of {name}: {box} was not saved whole")
     return path, index["extra"]
+
+
+def fill(pieces, missing, path, position, checksum, box):
+    """Copy a saved box into the pieces that overlap with it. It is read once, if there are any."""
+    saved = None
+    for piece, missing_piece in zip(pieces, missing, strict=True):
+        common = overlap(piece.box, box)
+        part = piece.at(common)
+        if part.numel():
+            saved = saved or read_box(path, position, checksum, box, piece)
+            part.copy_(saved.at(common))
+            missing_piece.at(common).fill_(False)
 
 
 def read_box(path, position, checksum, box, like):
@@ -357,7 +379,8 @@ def save(directory, pieces, extra=None, process_group=None, background=False):
 
     With `background`, return a BackgroundSave as soon as the pieces are copied to host memory. A
     thread then writes the copies. Its wait(), the next save(), and the end of the process wait for
-    it. The first two raise its errors.
+    it. The first two raise its errors. The end only prints this rank's error, and the exit status
+    does not tell, so call wait() after the last save.
     """
     root = Path(directory).absolute()
     if root in unfinished:
@@ -381,16 +404,25 @@ class BackgroundSave:
         self.process_group = process_group
         rank, mine, index = share_out(root, pieces, extra, process_group)
         world_size = dist.get_world_size(process_group) if dist.is_initialized() else 1
-        copies = [(name, piece._replace(tensor=host_copy(piece.tensor))) for name, piece in mine]
+        copies = []
+        # All ranks learn of an error here. In the thread, rank 0 would wait for the note in vain.
+        on_all_ranks(process_group, self.prepare, rank, mine, copies)
         thread = ThreadPoolExecutor(1)  # the end of the process waits for it
-        self.result = thread.submit(self.save, rank, world_size, copies, index).result
+        save = thread.submit(self.save, rank, world_size, copies, index)
+        self.result = save.result  # a method: waits, and raises the thread's error
         unfinished[root] = self
+
+    def prepare(self, rank, pieces, copies):
+        """Make this rank's note, while there is space for it. Append host copies to `copies`."""
+        folder = self.root / "tmp"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{rank}.tmp").touch()
+        for name, piece in pieces:
+            copies.append((name, piece._replace(tensor=host_copy(piece.tensor))))
 
     def save(self, rank, world_size, pieces, index):
         folder = self.root / "tmp"
         note = folder / f"{rank}.tmp"
-        folder.mkdir(parents=True, exist_ok=True)
-        note.touch()  # while there is space for it
         try:
             boxes = write(folder / f"{rank}.bin", pieces)
             note.write_text(json.dumps(boxes))
@@ -407,6 +439,15 @@ class BackgroundSave:
             on_all_ranks(self.process_group, self.result)
         except Exception as error:
             raise OSError(f"the checkpoint in {self.root} was not saved: {error}") from error
+
+
+@atexit.register  # runs after the threads have ended
+def print_errors():
+    for root, unfinished_save in unfinished.items():
+        try:
+            unfinished_save.result()
+        except Exception as error:
+            print(f"error: the checkpoint in {root} was not saved: {error}", file=sys.stderr)
 
 
 def host_copy(tensor):
@@ -447,7 +488,7 @@ def check_copies(pieces, holders, process_group):
     for name, piece in named_pieces(pieces):
         if len(holders[name, piece.box]) > 1:
             checksums[name, piece.box] = zlib.crc32(bytes_of(piece.tensor))
-    everyone = on_all_ranks(process_group, dict, checksums)
+    everyone = on_all_ranks(process_group, dict, checksums)  # dict: an exchange only
     for key, ranks in holders.items():
         if len({everyone[rank].get(key) for rank in ranks}) > 1:
             raise ValueError(

@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -310,6 +311,54 @@ def test_a_background_error_is_raised_on_all_ranks_at_the_next_call(call, bad_ra
     assert load(tmp_path, {}, pool.group()) == "good again"
 
 
+BEGINNINGS = {
+    "folder": (checkpoint.Path, "mkdir"),
+    "note": (checkpoint.Path, "touch"),
+    "copy": (checkpoint, "host_copy"),
+}
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+@pytest.mark.parametrize("what", BEGINNINGS)
+@pool.on(2)
+def test_a_background_save_that_cannot_begin_on_one_rank_is_an_error_on_all(
+    what, bad_rank, tmp_path
+):
+    """At once. Rank 0 would wait for the note of the other for ten minutes."""
+    save(tmp_path, {"a": MATRIX}, "good", pool.group())
+    pieces = {"a": flattened(MATRIX, 2, pool.rank())}
+    fails = Mock(side_effect=OSError("No space left"))
+    with pytest.MonkeyPatch.context() as patch:
+        if pool.rank() == bad_rank:
+            patch.setattr(*BEGINNINGS[what], fails)
+        patch.setattr(checkpoint.read_note, "__defaults__", (1,))  # seconds of patience
+        with pytest.raises(OSError, match=r"^No space left"):
+            save(tmp_path, pieces, "lost", pool.group(), background=True)
+    save(tmp_path, pieces, "good again", pool.group(), background=True).wait()
+    assert load(tmp_path, {}, pool.group()) == "good again"
+
+
+FAILS_AT_THE_END = """
+import sys, torch, checkpoint
+checkpoint.write = lambda *_: open("/dev/full", "wb", buffering=0).write(b"0")
+checkpoint.save(sys.argv[1], {"a": torch.ones(2)}, background=True)
+"""
+
+
+def test_a_background_error_at_the_end_of_the_process_is_printed(tmp_path):
+    command = [sys.executable, "-c", FAILS_AT_THE_END, tmp_path]
+    where = os.path.dirname(checkpoint.__file__)
+    ended = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=where,
+        timeout=120,
+        check=True,
+    )
+    assert f"the checkpoint in {tmp_path} was not saved: [Errno 28]" in ended.stderr
+
+
 def test_a_process_that_ends_has_published_its_last_background_save(tmp_path):
     child = os.fork()
     if child == 0:
@@ -470,6 +519,30 @@ def test_only_boxes_that_overlap_are_read(tmp_path):
     first_box = path.read_bytes()[: ROWS.nbytes]
     path.write_bytes(first_box)
     load(tmp_path, {"a": TOP})
+
+
+def test_a_saved_box_is_read_once_for_all_pieces_that_overlap(tmp_path, monkeypatch):
+    """As flat shards of ZeRO need up to 2n - 1 pieces of a tensor."""
+    bottom = Piece(MATRIX[3:], [6, 5], [3, 0])
+    save(tmp_path, {"a": [TOP, bottom], "b": MATRIX})
+    read_box = Mock(side_effect=checkpoint.read_box)
+    monkeypatch.setattr(checkpoint, "read_box", read_box)
+    pieces = {"a": flat_pieces(torch.zeros(25), [6, 5], 3), "b": torch.zeros(6, 5)}
+    load(tmp_path, pieces)
+    assert len(pieces["a"]) == 3
+    assert read_box.call_count == 2 + 1
+    assert_are_parts_of(MATRIX, pieces)
+
+
+@pool.on(2)
+def test_the_idea_builds_whole_tensors_on_rank_0_alone(tmp_path):
+    pieces = {"a": flattened(MATRIX, 2, pool.rank())}
+    whole_piece = Mock(side_effect=checkpoint.whole_piece)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "whole_piece", whole_piece)
+        checkpoint.gather_and_save(tmp_path / "whole", pieces, pool.group())
+    assert whole_piece.called == (pool.rank() == 0)
+    assert torch.equal(torch.load(tmp_path / "whole")["a"], MATRIX)
 
 
 @pool.on(2)
