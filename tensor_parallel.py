@@ -42,11 +42,12 @@ Cost per rank, of a layer, for micro-batch b and a heads:
             backward (2), and X gathered again in backward (1), so that X need not be kept
 12h is an all-reduce of 6h gradients, of two norms and of proj's and linear2's biases, which every
 rank keeps whole. Outside of layers, the embedding and the head send 2bsh each, or 3bsh with
-sequence parallelism, and the loss sends 6bs. "activations" is in bytes, for 16 bits (Korthikanti
-et al., §4). Of these, 5as²b (divided by t) are scores, which fused attention does not keep.
+sequence parallelism (the embedding: an all-reduce, and a gather in backward), and the loss sends
+6bs. "activations" is in bytes, for 16 bits (Korthikanti et al., §4). Of these, 5as²b (divided by
+t) are scores, which fused attention does not keep.
 
 Read section 1 for the idea (12 minutes), to section 4 for the technique (33), and the rest to use
-it as a library (78).
+it as a library (79).
 
 Run:      torchrun --nproc-per-node 2 tensor_parallel.py [--sequence-parallel] [--idea]
 Papers:   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053
@@ -130,8 +131,8 @@ def copy_to_region(x, process_group=None):
 def reduce_from_region(x, process_group=None):
     """g: return the sum of all ranks' x.
 
-    All ranks compute the same loss from the sum, so each has the whole gradient of the sum. The
-    gradient of a sum is that of each of its terms. So backward passes it on unchanged.
+    All ranks compute the same loss from the sum, so each has the whole gradient of the sum. Each
+    term of a sum has the gradient of the sum. So backward passes it on unchanged.
     """
     return Conjugate.apply(x, all_reduce, identity, process_group)
 
@@ -222,7 +223,8 @@ def scatter_to_sequence(x, process_group=None):
 
 def own_part(x, process_group):
     world_size = dist.get_world_size(process_group)
-    check_divides("positions or features", len(x), world_size)  # section 6 cuts features with it
+    # scatter_to_region(), in section 6, moves features to dimension 0.
+    check_divides("positions or features", len(x), world_size)
     parts = x.chunk(world_size)
     return parts[dist.get_rank(process_group)].clone()  # a view would keep the whole x in memory
 
@@ -245,7 +247,9 @@ class ParallelLayer(nn.Module):
     """
 
     split_dims = {}  # parameter: the dimension that is cut; every rank has the others whole
-    is_transposed = False  # whether the weight is (inputs, outputs), as in transformers' Conv1D
+    # Whether the weight is (inputs, outputs), as in transformers' Conv1D. split_layer() sets this,
+    # and exchanges the weight's 0 and 1 in split_dims.
+    is_transposed = False
 
     @classmethod
     def from_full(cls, plain, **options):
@@ -303,8 +307,8 @@ class ColumnParallelLinear(ParallelLayer):
 
     def forward(self, x):
         y_shard = ColumnLinear.apply(x, self.matrix(), self.bias, self)
-        # PyTorch forbids changes in place of a view that a Function returns. This returns the same
-        # memory as an ordinary result.
+        # F.linear may have returned a view, and PyTorch forbids changes in place of a view that a
+        # Function returns. This returns the same memory as an ordinary result.
         return torch.ops.aten._unsafe_view(y_shard, y_shard.shape)
 
 
@@ -446,6 +450,16 @@ class VocabParallelCrossEntropy(Function):
         check_no_second_derivative()
         (grad_logits,) = ctx.saved_tensors
         return grad_logits * grad.unsqueeze(-1), None, None, None
+
+
+# This is a training step. All ranks read the same tokens, and start with the same seed:
+#
+#     embedding    all-reduce            with sequence parallelism, a rank keeps its positions
+#     norm         on x, or on x_part    with x_part, SumsGradients (section 7) sums its gradients
+#     pair         f, A, GELU or attention, B, g
+#     head, loss   f, A, and two all-reduces
+#     backward     the same in reverse order, with the conjugates
+#     optimizer    on the shards, and on what is whole, which stays equal on all ranks
 
 
 # --------------------------------------------------------------------------------------------------
