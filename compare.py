@@ -42,7 +42,8 @@ Run:      torchrun --nproc-per-node 2 compare.py     plants a mistake in a small
 Paper:    Song et al. 2025, TTrace, arXiv 2506.09280, compares with one device, too
 See also: docs/compare.md has three examples; the test suite judges a class, and this a whole script
 Left out: modules under torch.compile; gradients of activations inside reentrant checkpoints;
-          FSDP1's flat parameters; outputs of integers
+          FSDP1's flat parameters; outputs of integers; outputs of a module that in one step
+          differ in more than their first dimension
 """
 
 # /// script
@@ -57,7 +58,7 @@ import math
 import os
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,18 +110,16 @@ def first_difference(one, ranks, tolerance=1e-5):
 
     A sum is no error if the next output is right: then something in between has added the parts.
     """
-    unfinished = None  # the module whose outputs were still to be added
+    found = None
     for name, whole in one.items():
         layout = naive_layout(whole, [outputs[name] for outputs in ranks], tolerance)
-        if layout == "wrong" and not unfinished:
-            return name, "wrong"
         if layout == "wrong":
-            break
-        if layout != "another shape":
-            unfinished = name if layout == "sum" else None
-    if unfinished:
-        return unfinished, "the sum over the ranks is right: an all-reduce is missing"
-    return None
+            return found or (name, layout)
+        if layout == "sum":
+            found = (name, "the sum over the ranks is right: an all-reduce is missing")
+        if layout == "same":
+            found = None
+    return found
 
 
 # --------------------------------------------------------------------------------------------------
@@ -143,7 +142,7 @@ def record(directory, model, rename=None, state=None, noise=0):
     rank = dist.get_rank() if dist.is_initialized() else 0
     path = Path(directory) / f"rank{rank}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)  # if the run fails, the old one does not speak for it
     recording = Recording(model, rename, state, noise)
     handles = recording.add_hooks()
     try:
@@ -161,8 +160,7 @@ class Recording:
 
     What runs in a step, in order of time:
 
-        before_forward    if the parameters have changed: begin_step, which first notes the values
-                          that the step before has left
+        before_forward    if a step was taken: begin_step, which first notes the values that it left
         on_output, see    each output, and each tensor that is shown; later, when backward reaches
                           it, the gradient with respect to it
         before_step       the parameters' gradients
@@ -174,13 +172,13 @@ class Recording:
 
     def __init__(self, model, rename, state, noise):
         self.model = model
-        self.rename = rename
+        self.renamed = functools.partial(renamed, rename=rename)
         self.state = state
         self.generator = torch.Generator().manual_seed(noise) if noise else None
-        self.tensors = {}  # {(step, kind, name): {number of the call: tensor}}
-        self.parents = {}  # {(step, name): names of the outputs that this one was computed from}
+        self.tensors = defaultdict(dict)  # {(step, kind, name): {number of the call: tensor}}
+        self.uses = {}  # keys: (step, name of an output, name of one that it was computed from)
         self.step = 0
-        self.has_stepped = False  # an optimizer has, since this step began
+        self.has_stepped = False  # an optimizer has begun to, since this step began
         self.ever_stepped = False
         self.depth = 0  # of steps of optimizers inside steps of optimizers
         self.calls = Counter()  # {name: calls in this step}
@@ -203,12 +201,9 @@ class Recording:
             handles.append(module.register_forward_hook(hook))
         return handles
 
-    def renamed(self, name):
-        return renamed(name, self.rename)
-
     def note(self, kind, name, tensor, call=0):
-        calls = self.tensors.setdefault((self.step, kind, name), {})
-        calls[call] = local(tensor).to_dense().to("cpu", copy=True)
+        copy = local(tensor).to_dense().to("cpu", copy=True)
+        self.tensors[self.step, kind, name][call] = copy
 
     def note_all(self, kind, named):
         for name, tensor in named.items():
@@ -222,13 +217,13 @@ class Recording:
 
     def read_first_numbers(self):
         """Return a few numbers of each parameter, which tell whether a step was taken."""
+        numbers = {}  # {(name, shape): numbers}; the shape is another one if this is a shard
         if self.state:  # it knows what the parameters are, and they may be nothing
-            return []
-        numbers = []
-        for parameter in self.model.parameters():
+            return numbers
+        for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 tensor = local(parameter)
-                numbers.append((tensor.shape, tensor.flatten()[:8].tolist()))
+                numbers[name, tensor.shape] = tensor.flatten()[:8].tolist()
         return numbers
 
     def before_forward(self, *_):
@@ -239,9 +234,8 @@ class Recording:
         """
         if is_recomputed():
             return
-        pairs = zip(self.first_numbers, self.read_first_numbers(), strict=False)
-        # The shapes differ if only one is a shard.
-        is_changed = any(old[0] == new[0] and old[1] != new[1] for old, new in pairs)
+        now = self.read_first_numbers()
+        is_changed = any(now.get(key, old) != old for key, old in self.first_numbers.items())
         if self.has_stepped or is_changed:
             self.begin_step()
 
@@ -281,7 +275,8 @@ class Recording:
         # of all its uses, so it is noted once, under the name of the module that computed it.
         known = self.noted.get(node)
         inputs = [known] if known else self.inputs_of(node)
-        self.parents.setdefault((self.step, name), inputs)
+        for used in inputs:
+            self.uses[self.step, name, used] = True
         if node is None or known:
             return
         self.noted[node] = name
@@ -289,23 +284,25 @@ class Recording:
 
     def inputs_of(self, node):
         """Return the noted outputs from which autograd's `node` was computed."""
-        names = {}
-        seen = set()
+        names = []
+        seen = {None}
         nodes = [node] if node else []
         while nodes:
             for parent, _ in nodes.pop().next_functions:
                 if parent in self.noted:
-                    names[self.noted[parent]] = True
-                elif parent is not None and parent not in seen:
+                    names.append(self.noted[parent])
+                elif parent not in seen:
                     seen.add(parent)
                     nodes.append(parent)
-        return list(names)
+        return names
 
     def before_step(self, *_):
         """The hook of all optimizers: ours and others call another optimizer inside."""
         self.depth += 1
-        if self.depth == 1 and not self.has_stepped:
+        if not self.has_stepped:
             self.note_gradients()
+        self.has_stepped = True
+        self.ever_stepped = True
 
     def note_gradients(self):
         gradients = {name: parameter.grad for name, parameter in self.model.named_parameters()}
@@ -313,17 +310,13 @@ class Recording:
 
     def after_step(self, *_):
         self.depth -= 1
-        if self.depth == 0:
-            self.has_stepped = True
-            self.ever_stepped = True
-            if self.state:  # it may communicate. Here all ranks are at the same place
-                self.note_values("value")
+        if self.state and not self.depth:  # it may communicate. Here all ranks are at one place
+            self.note_values("value")
 
     def finish(self):
         if not self.has_stepped:
             self.note_gradients()  # the optimizer is not PyTorch's, or on another rank
-        if not self.state or not self.has_stepped:
-            self.note_values("value")
+        self.note_values("value")
 
     def page(self):
         """Return lists, dicts and tensors, which torch.load reads with weights_only=True."""
@@ -336,9 +329,8 @@ class Recording:
                 classes[self.renamed(each)] = type(module).__name__
         return {
             "tensors": tensors,
-            "parents": self.parents,
+            "uses": list(self.uses),
             "classes": classes,
-            "kinds": sorted({kind for _, kind, _ in tensors}),
             "has_stepped": self.ever_stepped,
             "random": random_parts(self.model),
         }
@@ -357,7 +349,7 @@ def renamed(name, rename=None):
         return rename(name)
     for old, new in (rename or {}).items():
         rest = name.removeprefix(old)
-        if name.startswith(old) and rest[:1] in ("", ".", "["):
+        if name.startswith(old) and rest[:1] in ".[":  # so is ""
             return (new + rest).lstrip(".")
     return name
 
@@ -379,19 +371,17 @@ class Shake(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, generator):
         ctx.generator = generator
-        return x * Shake.factors(x, generator)
+        return shaken(x, generator)
 
     @staticmethod
     def backward(ctx, gradient):
-        factors = Shake.factors(gradient, ctx.generator)
-        return gradient * factors, None
+        return shaken(gradient, ctx.generator), None
 
-    @staticmethod
-    def factors(x, generator):
-        ones = torch.randint(2, x.shape, generator=generator)
-        eps = torch.finfo(x.dtype).eps
-        factors = 1 + eps * (2 * ones - 1).double()
-        return factors.to(x.device, x.dtype)
+
+def shaken(x, generator):
+    signs = 2 * torch.randint(2, x.shape, generator=generator) - 1
+    factors = 1 + eps_of(x) * signs.double()
+    return x * factors.to(x.device, x.dtype)
 
 
 def random_parts(model):
@@ -439,20 +429,18 @@ class Comparison:
         self.rounding = Rounding(runs)
         self.starts = {}  # {name of a parameter: its layout}
         self.factors = {}  # {step: by what its gradients of activations are scaled}
-        self.has_wrong = False
         self.results = [self.result_of(key) for key in runs.keys_in_order()]
-        self.origin = Trail(self.results, self.factors, runs).origin()
+        self.origin = origin_of(self)
 
     def result_of(self, key):
         """Compare one tensor, or all that a module gave in a step, with what the ranks have."""
         result = Result(*key)
         one, parts, noises = self.runs.read(key)
-        check_is_a_number(key, one)
-        found = []  # (Fit, Sample): the worst for each way to pair calls
-        for samples in pairings(one, parts, noises, self.runs.axes):
-            fits = [self.best_fit(key, sample) for sample in samples]
-            if None not in fits:
-                found.append(max(zip(fits, samples, strict=True), key=error_of))
+        found = []  # (Fit, Sample)
+        for sample in samples_of(one, parts, noises, self.runs.axes):
+            fit = self.best_fit(key, sample)
+            if fit:
+                found.append((fit, sample))
         if found:
             self.judge(result, *min(found, key=error_of))
         if result.kind == "gradient" and not parts:
@@ -466,9 +454,8 @@ class Comparison:
         self.rounding.measure(key, sample)
         if sample.kind == "backward" and step in self.factors and sample.whole.numel() > 1:
             sample.factor = self.factors[step]
-        is_free = sample.kind in ("start", "forward", "backward")
-        is_free = is_free or "all" in self.starts.get(name, ())
-        sample.may_be_permuted = is_free and not self.has_wrong  # the search takes long
+        is_permuted = "all" in self.starts.get(name, ())
+        sample.may_be_permuted = is_permuted or sample.kind not in ("gradient", "value")
         if name in self.runs.one["classes"] and sample.kind in ("start", "value"):
             sample.kind = "buffer"
         return sample.best_fit()
@@ -492,7 +479,6 @@ class Comparison:
         if is_wrong:
             is_of_batch = sample.kind == "buffer" and self.runs.is_of_batch(result.name)
             result.state = "skipped" if is_of_batch else "wrong"
-            self.has_wrong = self.has_wrong or not is_of_batch
             result.right_on = self.runs.ranks_at(sample.right_places())
             result.note = diagnosis(result, fit, sample, self.runs)
         elif result.scale != 1.0:
@@ -539,20 +525,20 @@ class Runs:
         coordinates = [range(size) for size in self.axes.values()]
         self.places = list(itertools.product(*coordinates))  # of the ranks
         self.has_stepped = any(page["has_stepped"] for page in self.ranks)
-        self.has_gradients = any("gradient" in page["kinds"] for page in self.ranks)
+        kinds = {kind for page in self.ranks for _, kind, _ in page["tensors"]}
+        self.has_gradients = "gradient" in kinds
 
     def open(self):
         """Open the files anew: what has been read of one takes memory until it is closed."""
         pages = [pages_of(directory, self.rename) for directory in self.directories]
         self.ones, self.ranks, *noises = pages
-        self.one = self.ones[0] if self.ones else None
+        self.one = self.ones[0]
         self.noises = [page for pages in noises for page in pages]
         self.unread = 2**27  # bytes of one device, until the files are opened again
 
     def keys_in_order(self):
         def place(key):
-            step, kind, _ = key
-            return step, KINDS.index(kind)
+            return key[0], KINDS.index(key[1])
 
         return sorted(self.one["tensors"], key=place)
 
@@ -568,40 +554,38 @@ class Runs:
             is_used = page["has_stepped"] >= self.has_stepped or key[1] != "gradient"
             if key in page["tensors"] and is_used:
                 parts[place] = page["tensors"][key]
-        noises = []
-        for page in self.noises:
-            calls = page["tensors"].get(key, ())
-            if len(calls) == len(one):
-                noises.append(calls)
-        return one, parts, noises
+        noises = [page["tensors"].get(key, ()) for page in self.noises]
+        return one, parts, [calls for calls in noises if len(calls) == len(one)]
 
     def ranks_at(self, places):
         """Return the ranks at places, which may have the number of a micro-batch as well."""
         number = len(self.axes)
-        ranks = {self.places.index(place[:number]) for place in places}
-        return sorted(ranks)
+        return sorted({self.places.index(place[:number]) for place in places})
 
     def is_of_batch(self, buffer):
         """Return whether each rank has, in this buffer, the statistics of its own batch."""
-        owners = {page["classes"].get(buffer, "") for page in self.ranks}
-        return any(owner.startswith("BatchNorm") for owner in owners)
+        owners = [page["classes"].get(buffer, "") for page in self.ranks]
+        return any("BatchNorm" in owner for owner in owners)
 
 
 def pages_of(directory, rename):
     """Return the recording of each rank. Their tensors stay in the files until they are read."""
     pages = []
+    new = functools.partial(renamed, rename=rename)
     paths = Path(directory).glob("rank*.pt")
     for path in sorted(paths, key=lambda path: int(path.stem[4:])):
         page = torch.load(path, mmap=True, weights_only=True)
-        new = {"tensors": {}, "parents": {}, "classes": {}}
+        tensors = {}
         for (step, kind, name), calls in page["tensors"].items():
-            new["tensors"][step, kind, renamed(name, rename)] = calls
-        for (step, name), names in page["parents"].items():
-            inputs = [renamed(each, rename) for each in names]
-            new["parents"][step, renamed(name, rename)] = inputs
-        for name, owner in page["classes"].items():
-            new["classes"][renamed(name, rename)] = owner
-        pages.append(page | new)
+            tensors[step, kind, new(name)] = calls
+        uses = []
+        for step, user, used in page["uses"]:
+            uses.append((step, new(user), new(used)))
+        classes = {new(name): owner for name, owner in page["classes"].items()}
+        page |= {"tensors": tensors, "uses": uses, "classes": classes}
+        pages.append(page)
+    if not pages:
+        raise CannotCompare(f"there is no rank0.pt of record() in {directory}")
     return pages
 
 
@@ -610,38 +594,26 @@ def axes_of(grid):
     if isinstance(grid, str):
         words = grid.replace(" ", "").split(",")
         grid = dict(word.split("=") for word in words)
-    grid = grid or {}
-    return {axis: int(size) for axis, size in grid.items()}
+    return {axis: int(size) for axis, size in (grid or {}).items()}
 
 
 MICRO = "micro-batches"  # the name of their axis
 
 
-def pairings(one, parts, noises, axes):
-    """Yield the ways to pair a module's calls, as lists of Samples.
-
-    Call by call, or all calls together: then micro-batches are one more axis.
-    """
-    counts = {len(calls) for calls in (one, *parts.values())}
-    if len(counts) == 1 and parts:
-        samples = []
-        for call, whole in enumerate(one):
-            of_ranks = {place: calls[call] for place, calls in parts.items()}
-            of_noise = [calls[call] for calls in noises]
-            samples.append(Sample(whole, of_ranks, of_noise, axes))
-        yield samples
-    shapes = {tensor.shape[1:] for tensor in one}
-    if counts == {1} or not parts or len(shapes) > 1:
-        return
-    all_calls = {}  # {(*place, number of the call): tensor}
+def samples_of(one, parts, noises, axes):
+    """Yield Samples of all calls of a module together. Micro-batches are one more axis."""
+    count = max(map(len, (one, *parts.values())))
+    if count > 1:
+        axes = axes | {MICRO: count}
+    all_calls = {}  # {place, and the number of the call if there are several: tensor}
     for place, calls in parts.items():
         for call, tensor in enumerate(calls):
-            all_calls[(*place, call)] = tensor
-    axes = axes | {MICRO: max(counts)}
+            all_calls[(*place, call)[: len(axes)]] = tensor
+    shapes = {tensor.shape[1:] for tensor in one}
     joins = (torch.cat,) if one[0].dim() else (sum, mean)
-    for join in joins:
+    for join in joins if len(shapes) == 1 else ():
         of_noise = [join(calls) for calls in noises]
-        yield [Sample(join(one), all_calls, of_noise, axes)]
+        yield Sample(join(one), all_calls, of_noise, axes)
 
 
 def mean(tensors):
@@ -661,16 +633,18 @@ class Rounding:
         self.shares = []  # how far noise moves the outputs of the first step, over their size
         self.flips = []  # keys of outputs of which noise moves a few rows altogether
         self.loose = {}  # {name of a parameter: where its gradient has been only rounding}
-        self.coarsest = 0.0  # eps of the dtypes of all outputs
-        for (_, kind, _), calls in runs.one["tensors"].items():
-            if kind == "forward":
-                self.coarsest = max(self.coarsest, eps_of(calls[0]))
+        tensors = runs.one["tensors"].items()
+        outputs = [calls[0] for (_, kind, _), calls in tensors if kind == "forward"]
+        self.coarsest = max(map(eps_of, outputs), default=0.0)  # eps of their dtypes
 
     def measure(self, key, sample):
-        """Set the sample's unit of rounding, and the size that an error is a part of."""
+        """Make the sample float64. Set its unit of rounding, and what an error is a part of."""
         step, kind, name = key
         eps = max(map(eps_of, [sample.whole, *sample.parts.values()]))
-        whole = sample.whole.double()
+        sample.parts = {place: tensor.double() for place, tensor in sample.parts.items()}
+        sample.whole = whole = sample.whole.double()
+        if whole.isnan().any():
+            raise CannotCompare(f"the run on one device has NaN: {key}")
         finite = whole.masked_fill(whole.isinf(), 0.0)
         update = self.update_of(key, whole)
         sample.size = norm(finite if update is None else update)
@@ -678,10 +652,16 @@ class Rounding:
         unit = moved + eps * sample.size
         if kind in ("start", "value"):
             unit += eps * finite.abs().max().item()  # one number may be rounded otherwise
+        coarse = self.coarsest * sample.size / 8
         if whole.numel() < FEW:
-            unit += self.coarsest * sample.size / 8
-        if update is not None:
-            unit += self.loose_part(step, name, update)
+            unit += coarse
+        if kind == "gradient":
+            is_loose = whole.abs() <= 2 * (moved + coarse) / math.sqrt(whole.numel())
+            self.loose[name] = is_loose | self.loose.get(name, False)
+        if update is not None and name in self.loose:
+            # Adam takes a whole step in the direction of the gradient's sign, in later steps, too.
+            # A wrong sign is twice the update.
+            unit += 2 * norm(update[self.loose[name]]) / LIMIT
         if kind == "forward" and step == 0:
             self.shares.append(moved / (sample.size or 1.0))
         sample.unit = unit or 1e-300
@@ -690,36 +670,20 @@ class Rounding:
         """Return by how much a step has changed this value; None if it is none, or is new."""
         step, kind, name = key
         tensors = self.runs.one["tensors"]
-        before = tensors.get((step - 1, "value", name)) or tensors.get((0, "start", name))
+        before = tensors.get((step - 1, kind, name)) or tensors.get((0, "start", name))
         if kind != "value" or not before or before[0].shape != whole.shape:
             return None
         return difference(whole, before[0].double())
 
     def noise_of(self, key, whole, noises):
         """Return how far the noise runs have moved a tensor."""
-        moved = [noise.double() for noise in noises if noise.shape == whole.shape]
-        distances = [difference(noise, whole) for noise in moved]
+        alike = [noise.double() for noise in noises if noise.shape == whole.shape]
+        distances = [difference(noise, whole) for noise in alike]
         if key[1] == "forward":
-            is_lost = len(moved) < len(noises)
-            if is_lost or any(is_flip(distance, whole) for distance in distances):
+            is_lost = len(alike) < len(noises)
+            if is_lost or any(is_flip(each, whole) for each in distances):
                 self.flips.append(key)
         return max(map(norm, distances), default=0.0)
-
-    def loose_part(self, step, name, update):
-        """Return the size of the update where the gradient is nothing but rounding.
-
-        Adam takes a whole step in the direction of its sign. It does so in later steps, too.
-        """
-        key = (step, "gradient", name)
-        if key not in self.runs.one["tensors"]:
-            return 0.0
-        one, _, noises = self.runs.read(key)
-        gradient = one[0].double()
-        noise = self.noise_of(key, gradient, [calls[0] for calls in noises])
-        noise += self.coarsest / 8 * norm(gradient)
-        is_loose = gradient.abs() <= 2 * noise / math.sqrt(gradient.numel())
-        self.loose[name] = is_loose | self.loose.get(name, False)
-        return 2 * norm(update[self.loose[name]]) / LIMIT  # a wrong sign is twice the update
 
 
 def eps_of(tensor):
@@ -783,7 +747,6 @@ class Sample:
 
         Of the fits within one unit, the first: what is zero but for rounding has every layout.
         """
-        self.align()
         fits = []
         for fit in self.fits():
             fits.append(fit)
@@ -791,21 +754,11 @@ class Sample:
                 return fit
         best = min(fits, key=self.rank_of, default=None)
         if best and best.error > LIMIT and self.may_be_permuted:
-            orders = [fit for fit in self.orders(fits) if fit.error <= LIMIT]
-            best = min(orders, key=self.rank_of, default=best)
+            best = min([best, *self.orders(fits)], key=self.rank_of)
         return best
 
     def rank_of(self, fit):
-        error = max(fit.error, 1.0)
-        return error > LIMIT, fit.scale != self.factor, error
-
-    def align(self):
-        """Join the dimensions before the last if some models flatten batch and sequence."""
-        dims = {tensor.dim() for tensor in (self.whole, *self.parts.values())}
-        last = -2 if len(dims) > 1 and min(dims) > 1 else 0  # of the dimensions to join
-        self.whole = self.whole.double().flatten(0, last)
-        for place, tensor in self.parts.items():
-            self.parts[place] = tensor.double().flatten(0, last)
+        return fit.error > LIMIT, fit.scale != self.factor, fit.error
 
     def fits(self):
         """Yield a Fit for each way to join the parts, and one for each scale that fits better."""
@@ -838,38 +791,34 @@ class Sample:
         """Yield the fits after a permutation of one dimension, which keeps the norm."""
         for fit in fits:
             ways = set(fit.layout.values())
-            scale = self.scale_of(fit.tensor) if self.kind == "backward" else fit.scale
-            change = norm(fit.tensor) / scale - norm(self.whole)
-            if {"sum", "mean"} & ways or fit.scale != self.factor:
-                continue
-            if not abs(change) <= LIMIT * self.unit:
+            tensor = fit.tensor / fit.scale
+            change = norm(tensor) - norm(self.whole)
+            if {"sum", "mean"} & ways or not abs(change) <= LIMIT * self.unit:
                 continue
             for dim, length in enumerate(self.whole.shape):
                 # "parts" has the rows of "cat" in another order.
-                if f"parts {dim}" in ways or not 1 < length <= 2048:
-                    continue
-                tensor = reordered(fit.tensor / scale, self.whole, dim)
-                layout = fit.layout | {"all": f"order {dim}"}
-                yield self.fit(layout, tensor * scale, scale)
+                if f"parts {dim}" not in ways and 1 < length <= 2048:
+                    rows = reordered(tensor, self.whole, dim)
+                    layout = fit.layout | {"all": f"order {dim}"}
+                    yield self.fit(layout, rows * fit.scale, fit.scale)
 
 
 def exact(scale):
     """Return the power of 2, the whole number, or the fraction of one, that is near `scale`."""
     power = 2.0 ** round(math.log2(scale))
-    whole = float(round(scale)) if scale > 1 else 1 / round(1 / scale)
-    for near in (power, whole):
+    for near in (power, round(scale) if scale > 1 else 1 / round(1 / scale)):
         if abs(scale / near - 1) < 0.02:
             return near
     return scale
 
 
-def joins(parts, axes, whole, kind, dims=None):
+def joins(parts, axes, whole, kind):
     """Yield (layout, tensor) for each way to join `parts`, which is {coordinates: tensor}.
 
-    A layout is {name of an axis: how}. The order in which axes are joined matters only if they are
-    joined in the same dimension: `dims` has that of axes that a later one has overtaken.
+    A layout is {name of an axis: how}. Axes may be joined in any order.
     """
-    dims = dims or {}
+    if not parts:
+        return
     if not axes:
         yield {}, parts[()]
         return
@@ -878,15 +827,13 @@ def joins(parts, axes, whole, kind, dims=None):
         others = {name: size for name, size in axes.items() if name != axis}
         first = next(iter(groups.values()))
         for how, join in ways_to_join(first, whole, kind, others.values()):
-            dim = how[-1]  # such as 0 in "cat 0"
-            if dims.get(axis, dim) != dim or (number and how in ("same", "sum", "mean")):
-                continue
+            if number and how in ("same", "sum", "mean"):
+                continue  # after the axes before this one they give the same
             try:
                 joined = {rest: join(group) for rest, group in groups.items()}
-            except RuntimeError:  # the shapes of another group do not fit
+            except RuntimeError:  # the shapes do not fit
                 continue
-            overtaken = dims | dict.fromkeys(list(axes)[:number], dim)
-            for layout, tensor in joins(joined, others, whole, kind, overtaken):
+            for layout, tensor in joins(joined, others, whole, kind):
                 yield {axis: how} | layout, tensor
 
 
@@ -925,36 +872,30 @@ def same(group):
     return first
 
 
-# How each tensor is cut, as ratios of lengths: not at all; gate and up; q, k and v, of which q may
-# have more heads.
-CUTS = [(1,), (1, 1), *((heads, 1, 1) for heads in range(1, 9))]
+# How each tensor is cut, as ratios of lengths: not at all; gate and up; both ends of a zigzag, of
+# which the second ones are joined backward; q, k and v, of which q may have more heads.
+CUTS = [(1,), (1, 1), (1, -1), *((heads, 1, 1) for heads in range(1, 9))]
 
 
 def ways_to_put_together(group, dim, length):
     """Yield the ways to join the tensors in dimension `dim`, which alone may differ."""
-    others = {tensor.shape[:dim] + tensor.shape[dim + 1 :] for tensor in group}
-    lengths = [tensor.shape[dim] for tensor in group]
-    if len(others) > 1 or sum(lengths) > length:
+    if sum(tensor.shape[dim] for tensor in group) > length:
         return
     for cut in CUTS:
-        if all(each % sum(cut) == 0 for each in lengths):
-            how = "cat" if cut == (1,) else "parts"
-            yield f"{how} {dim}", functools.partial(in_pieces, dim=dim, cut=cut)
-            if cut == (1, 1):
-                zigzag = functools.partial(in_pieces, dim=dim, cut=cut, step=-1)
-                yield f"{how} {dim}", zigzag
+        how = "cat" if cut == (1,) else "parts"
+        yield f"{how} {dim}", functools.partial(in_pieces, dim=dim, cut=cut)
 
 
-def in_pieces(group, dim, cut, step=1):
-    """Join first pieces, then second pieces (backward if `step` is -1), and so on."""
+def in_pieces(group, dim, cut):
+    """Join first pieces, then second pieces, and so on; backward those with a negative length."""
+    lengths = [abs(length) for length in cut]
     rows = []
     for tensor in group:
-        unit = tensor.shape[dim] // sum(cut)
-        rows.append(tensor.split([unit * number for number in cut], dim))
-    first, *others = zip(*rows, strict=True)
-    pieces = list(first)
-    for column in others:
-        pieces += column[::step]
+        unit = tensor.shape[dim] // sum(lengths)
+        rows.append(tensor.split([unit * length for length in lengths], dim))
+    pieces = []
+    for length, column in zip(cut, zip(*rows, strict=True), strict=True):
+        pieces += column if length > 0 else reversed(column)
     return torch.cat(pieces, dim)
 
 
@@ -963,8 +904,7 @@ def slices_of(shape, sizes):
     slices = [shape]
     for dim, length in enumerate(shape):
         for size in sizes:
-            if size > 1 and length % size == 0:
-                slices.append(shape[:dim] + (length // size,) + shape[dim + 1 :])
+            slices.append(shape[:dim] + (length // size,) + shape[dim + 1 :])
     return slices
 
 
@@ -972,22 +912,19 @@ def flatten(group, shape):
     """Join vectors, and cut off what only fills up the last ones."""
     flat = torch.cat([tensor.flatten() for tensor in group])
     numbers = math.prod(shape)
-    padding = flat.numel() - numbers
-    if not 0 <= padding < max(len(group), group[0].numel()):
-        raise RuntimeError(f"{flat.numel()} numbers are not those of {shape}")
+    if flat.numel() - numbers >= max(len(group), group[0].numel()):
+        raise RuntimeError("more than padding")
     return flat[:numbers].view(shape)
 
 
 def reordered(tensor, whole, dim):
     """Return `tensor` with its slices along `dim` in the order of the nearest of whole's."""
-    rows = tensor.movedim(dim, 0).reshape(whole.shape[dim], -1)
-    wanted = whole.movedim(dim, 0).reshape(whole.shape[dim], -1)
-    if rows.shape[1] > 16:  # distances in a random projection cost less
-        generator = torch.Generator().manual_seed(0)
-        projection = torch.randn(rows.shape[1], 16, generator=generator, dtype=rows.dtype)
-        rows = rows @ projection
-        wanted = wanted @ projection
-    nearest = torch.cdist(wanted, rows).argmin(1)
+    rows = tensor.unsqueeze(-1).movedim(dim, 0).flatten(1)
+    wanted = whole.unsqueeze(-1).movedim(dim, 0).flatten(1)
+    # Distances cost less in a projection to 16 numbers. The sines of squares are as random numbers.
+    numbers = torch.arange(16 * rows.shape[1], dtype=rows.dtype)
+    projection = numbers.square().sin().view(-1, 16)
+    nearest = torch.cdist(wanted @ projection, rows @ projection).argmin(1)
     return tensor.index_select(dim, nearest)
 
 
@@ -995,107 +932,86 @@ def reordered(tensor, whole, dim):
 # 6. The origin: the first tensor that leaves rounding although all it was computed from had not.
 
 
-class Trail:
-    """Leads from a result to those that it was computed from."""
+def origin_of(comparison):
+    """Return the first result that is wrong, or what it follows from; None if none is wrong."""
+    results = comparison.results
+    wrong = [result for result in results if result.state == "wrong"]
+    if not wrong:
+        return None
+    result = wrong[0]
+    # A rank that took fewer steps seems to call a module twice in one.
+    late = []
+    for rank, page in enumerate(comparison.runs.ranks):
+        last, *_ = max(page["tensors"])
+        if last < results[-1].step:
+            late.append(rank)
+    if late and result.kind == "forward":
+        note = f"{ranks_in_words(late)} took no step of the optimizer"
+        return Result(result.step, "value", results[0].name, note=note, state="wrong")
+    if result.kind == "gradient":
+        result = origin_of_scales(result, comparison)
+    by_key = {each.key: each for each in results}
+    while cause := cause_of(result, by_key, comparison.runs.one["uses"]):
+        result = cause
+    return result
 
-    def __init__(self, results, factors, runs):
-        self.results = results
-        self.factors = factors
-        self.runs = runs
-        self.by_key = {result.key: result for result in self.results}
 
-    def origin(self):
-        """Return the first result that is wrong, or what it follows from; None if none is wrong."""
-        wrong = [result for result in self.results if result.state == "wrong"]
-        if not wrong:
-            return None
-        result = wrong[0]
-        late = self.late_ranks()
-        if late and result.kind == "forward":
-            note = f"{ranks_in_words(late)} took no step of the optimizer"
-            return Result(result.step, "value", self.results[0].name, "", note, "wrong")
-        result = self.loss_before(result) or self.odd_gradient(result) or result
-        while cause := self.cause_of(result):
-            result = cause
-        return result
-
-    def late_ranks(self):
-        """Return the ranks that took fewer steps. They seem to call a module twice in one."""
-        last = self.results[-1].step
-        late = []
-        for rank, page in enumerate(self.runs.ranks):
-            if max(step for step, _, _ in page["tensors"]) < last:
-                late.append(rank)
-        return late
-
-    def loss_before(self, result):
-        """Return the Result of the loss if it scales all gradients of the step; or None."""
-        if result.kind != "gradient" or result.error > LIMIT or result.step not in self.factors:
-            return None
-        of_step = [each for each in self.results if each.step == result.step]
-        scales = [each.scale for each in of_step if each.kind == "gradient"]
-        # If ranks have the mean over their part of the batch, activations' gradients are scaled so.
-        expected = [1.0]
-        for size in self.runs.axes.values():
-            expected += [each * size for each in expected]
-        # A few gradients are zero but for rounding, and so are right with every scale.
-        is_common = scales.count(result.scale) >= 0.8 * len(scales)
-        if not is_common or self.factors[result.step] in expected:
-            return None
-        loss = next(each for each in of_step if each.kind == "backward")  # backward's first
-        loss.state = "wrong"
-        words = f"{times(result.scale)} the right ones"
-        loss.note = f"all gradients are {words}, from the loss on: divide it by {result.scale:.4g}"
-        return loss
-
-    def odd_gradient(self, result):
-        """Return the first wrong gradient that is not scaled as most are; or None.
-
-        If one gradient is wrong, so is their norm, and clipping scales all of them.
-        """
-        if result.kind != "gradient":
-            return None
-        of_step = [each for each in self.results if each.step == result.step]
-        gradients = [each for each in of_step if each.kind == "gradient"]
-        common = sorted(each.scale for each in gradients)[len(gradients) // 2]
-        if exact(1.01 * common) == common:  # a mistake of its own
-            return None
+def origin_of_scales(result, comparison):
+    """Return the loss or the gradient that has scaled the others; or `result`, a wrong gradient."""
+    of_step = [each for each in comparison.results if each.step == result.step]
+    gradients = [each for each in of_step if each.kind == "gradient"]
+    # A few gradients are zero but for rounding, and so are right with every scale.
+    common = sorted(each.scale for each in gradients)[len(gradients) // 2]
+    if exact(1.01 * common) != common:
+        # If one gradient is wrong, so is their norm, and clipping scales all of them.
         for each in gradients:
             if each.state == "wrong" and abs(each.scale / common - 1) > 0.02:
                 each.note += f"; clipping makes most others {times(common)} the right ones"
                 return each
-        return None
+    # If ranks have the mean over their part of the batch, activations' gradients are scaled so.
+    expected = [1.0]
+    for size in comparison.runs.axes.values():
+        expected += [each * size for each in expected]
+    is_of_loss = comparison.factors.get(result.step, 1.0) not in expected
+    if not is_of_loss or result.error > LIMIT or result.scale != common:
+        return result
+    loss = next(each for each in of_step if each.kind == "backward")  # backward's first
+    loss.state = "wrong"
+    words = f"{times(common)} the right ones"
+    loss.note = f"all gradients are {words}, from the loss on: divide it by {common:.4g}"
+    return loss
 
-    def cause_of(self, result):
-        """Return an unfinished or scaled result that this one follows from, or None."""
-        for source in self.sources_of(result):
-            if source.state == "scaled" and result.kind == "backward":
-                return source
-            # Each rank's part of a sum is right, unless its own source was to be added up.
-            is_part = result.kind == "gradient" and result.state == "unfinished"
-            if source.state == "unfinished" and (not is_part or source.layout == result.layout):
-                return source
-        return None
 
-    def sources_of(self, result):
-        """Return what the result was computed from."""
-        step, kind, name = result.key
-        inputs = self.runs.one["parents"]  # {(step, name of an output): names of outputs}
-        if kind == "forward":
-            return self.of(step, kind, inputs.get((step, name), ()))
-        if kind == "backward":
-            uses = [user for (of, user), names in inputs.items() if of == step and name in names]
-            return self.of(step, kind, uses)
-        if kind == "gradient":
-            owner = name.rpartition(".")[0]
-            return self.of(step, "backward", [owner])
-        if kind == "value" and not result.right_on:
-            return self.of(step, "gradient", [name])
-        return []
+def cause_of(result, by_key, uses):
+    """Return an unfinished or scaled result that this one follows from, or None."""
+    for key in sources_of(result, uses):
+        source = by_key.get(key)
+        if source is None:
+            continue
+        if source.state == "scaled" and result.kind == "backward":
+            return source
+        # Each rank's part of a sum is right, unless its own source was to be added up.
+        is_part = result.kind == "gradient" and result.state == "unfinished"
+        if source.state == "unfinished" and (not is_part or source.layout == result.layout):
+            return source
+    return None
 
-    def of(self, step, kind, names):
-        keys = [(step, kind, name) for name in names]
-        return [self.by_key[key] for key in keys if key in self.by_key]
+
+def sources_of(result, uses):
+    """Return the keys of what the result was computed from."""
+    step, kind, name = result.key
+    names = []
+    if kind == "forward":
+        names = [used for of, user, used in uses if (of, user) == (step, name)]
+    elif kind == "backward":
+        names = [user for of, user, used in uses if (of, used) == (step, name)]
+    elif kind == "gradient":
+        kind = "backward"
+        names = [name.rpartition(".")[0]]
+    elif kind == "value" and not result.right_on:
+        kind = "gradient"
+        names = [name]
+    return [(step, kind, source) for source in names]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1128,12 +1044,11 @@ def times(scale):
 def scale_in_words(scale, axes):
     words = f"{times(scale)} the right one"
     number = max(scale, 1 / scale)
-    names = " or ".join(axis for axis, size in axes.items() if size == number > 1)
+    names = " or ".join(axis for axis, size in axes.items() if size == number)
     if not names:
         return words
-    if scale > 1:
-        return f"{words}: not divided by the {number:.0f} {names} ranks"
-    return f"{words}: divided by the {number:.0f} {names} ranks once too often"
+    how = "not divided" if scale > 1 else "divided once too often"
+    return f"{words}: {how} by the {number:.0f} {names} ranks"
 
 
 def unfinished_in_words(layout):
@@ -1152,19 +1067,10 @@ def unfinished_in_words(layout):
 
 
 def check_recordings(runs):
-    if not runs.ones or not runs.ranks:
-        raise CannotCompare("there is no file rank0.pt: give the directories of record()")
     if len(runs.ones) > 1:
-        ranks = len(runs.ones)
-        raise CannotCompare(f"ONE has {ranks} ranks: record the run on one device, on one rank")
+        raise CannotCompare(f"ONE has {len(runs.ones)} ranks: record it on one device, on one rank")
     if len(runs.places) != len(runs.ranks):
-        ranks = len(runs.ranks)
-        raise CannotCompare(f"the grid {runs.axes} is not of {ranks} ranks, which MANY has")
-
-
-def check_is_a_number(key, calls):
-    if any(tensor.isnan().any() for tensor in calls):
-        raise CannotCompare(f"the run on one device has NaN: {key}")
+        raise CannotCompare(f"the grid {runs.axes} is not of {len(runs.ranks)} ranks, as MANY is")
 
 
 def check_noise(comparison):
