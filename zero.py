@@ -571,7 +571,7 @@ class Zero3(Zero2):
         _pre_forward(1)         0                1
         _pre_forward(2)         1                2
         _post_forward(model)    2, the model's
-        _pre_backward(2)                         2, the model's
+        _pre_backward(2)                         the model's, 2
         _pre_backward(1)        2                1
         _pre_backward(0)        1                0
         _post_backward          0, the model's
@@ -601,7 +601,9 @@ class Zero3(Zero2):
         self._is_full = False  # True in full_parameters(): nothing is freed
         for child in module.modules():
             needs = [b for b in self._buckets if child in self._needed_by[b.parameters[0]]]
-            self._needs[child] = needs
+            # Outermost first: if a unit returns an inner unit's output, the inner one's hook is
+            # called first; on a rank that changes that output, the outer one's. Both gather so.
+            self._needs[child] = sorted(needs, key=lambda b: -len(self._needed_by[b.parameters[0]]))
         self._register_unit_hooks()  # on every module: one inside a unit may run alone
         self._free_all_but([])
 

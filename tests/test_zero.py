@@ -741,6 +741,39 @@ def test_a_unit_that_runs_twice_leaves_no_gradient_whole(frozen):
     assert_equal_to_one_device(ours, plain)
 
 
+class Scaled(nn.Sequential):
+    """Its own parameter is smaller than those of its layers. It returns the output, changed."""
+
+    def __init__(self, *layers):
+        super().__init__(*layers)
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x, change=lambda y: y):
+        return change(super().forward(x * self.scale))
+
+
+CHANGES = {
+    "cut": lambda y: y[:, :3],
+    "times 1": lambda y: y * 1,
+    "more than once": lambda y: y.tanh() + y,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("depth", [1, 3])
+@pool.on(2)
+def test_one_rank_changes_the_output_of_the_last_unit_and_another_returns_it(depth, change):
+    def loss(model, rank, step):
+        x = make_batch(rank, step)
+        return loss_of(model(x, CHANGES[change]) if rank == step % 2 else model(x))
+
+    torch.manual_seed(1)
+    model = nn.Linear(6, 6)
+    for number in range(depth):
+        model = Scaled(*[nn.Linear(6, 6) for _ in range(number + 1)], model)
+    train(*make_pair(zero.Zero3, model), loss)
+
+
 @pool.on(2)
 def test_a_module_inside_a_unit_runs_alone_and_a_step_updates_what_it_gathered():
     model = Blocks(3)
