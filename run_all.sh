@@ -64,8 +64,10 @@ if [ "${1-}" = tests ]; then
         shift
         exec "$python" tests/peers/table.py "$@"
     fi
-    # One process of the whole suite leaves a part of two cores idle.
-    [ $# -eq 0 ] && [ "$(count_cores)" -ge 2 ] && set -- --two-processes
+    # One process of the whole suite leaves a part of two cores idle, so pytest-xdist starts two.
+    if [ $# -eq 0 ] && [ "$(count_cores)" -ge 2 ] && "$python" -c 'import xdist' 2>/dev/null; then
+        set -- -n 2 --dist worksteal
+    fi
     CALLED_FROM=$called_from exec "$python" -m pytest "$@"
 fi
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import environment  # before torch: it hides the GPUs, unless they are asked for
 import hypothesis
 import pool
-import processes
 import pytest
 import torch
 from claims import KINDS, causes, registry, verdicts
@@ -44,7 +43,6 @@ def _skip_muon_before_torch_2_9(request):
 def pytest_addoption(parser):
     parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="where tests run")
     parser.addoption("--json", metavar="FILE", help="write the verdicts of the claims to FILE")
-    processes.add_options(parser)
     for name, kind in KINDS.items():
         parser.addoption(
             f"--{name}",
@@ -85,10 +83,8 @@ def pytest_configure(config):
         config.option.tbstyle = "no"  # the table says why
         config.option.reportchars = ""
         pool.HANGS_AFTER = 12.0  # and with a restart of the workers at most 15
-    elif sharing := processes.plugin_for(config):
-        if config.getoption("--json"):
-            raise pytest.UsageError("--json needs the verdicts of one process")
-        config.pluginmanager.register(sharing)
+    if getattr(config.option, "numprocesses", None) and (chosen(config) or config.option.json):
+        raise pytest.UsageError("the verdicts are those of one process: leave out -n")
 
 
 def pytest_ignore_collect(collection_path, config):

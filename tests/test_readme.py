@@ -327,19 +327,19 @@ def test_run_all_by_name_goes_on_after_a_failure_and_counts(tmp_path):
 
 
 @pytest.mark.cpu
+@pytest.mark.skipif(not shutil.which("taskset"), reason="taskset is not installed")
+@pytest.mark.skipif(not importlib.util.find_spec("xdist"), reason="pytest-xdist is not installed")
 @pytest.mark.parametrize(
     ("arguments", "cores", "expected"),
     [([], "0,1", True), ([], "0", False), (["-q"], "0,1", False)],
 )
 def test_the_whole_suite_runs_in_two_processes_on_two_cores(arguments, cores, expected, tmp_path):
-    if not shutil.which("taskset"):
-        pytest.skip("taskset is not installed")
     shutil.copy(ROOT / "run_all.sh", tmp_path)
     (tmp_path / "conftest.py").write_text("import sys\nprint('arguments:', sys.argv[1:])\n")
 
     done = run_script("taskset", "-c", cores, tmp_path / "run_all.sh", "tests", *arguments)
 
-    assert ("--two-processes" in done.stdout + done.stderr) == expected
+    assert ("'-n', '2'" in done.stdout + done.stderr) == expected
 
 
 # ---- the script of docs/training_loops.md
