@@ -241,7 +241,9 @@ def test_a_model_is_adapted_once():
 # ---- files of adapters
 
 
-@pytest.mark.parametrize("targets", [{"0", "2"}, "[02]", "all-linear"], ids=str)
+@pytest.mark.parametrize(
+    "targets", [{"0", "2"}, "[02]", "all-linear"], ids=["names", "pattern", "all"]
+)
 def test_peft_loads_ours_and_we_load_pefts(tmp_path, targets):
     peft = pytest.importorskip("peft")
     plain = make_model("plain", F64)
