@@ -719,12 +719,13 @@ def sleep_on_rank_0():
     """The others must wait for it, if they wait at all."""
     dist.barrier(group=pool.group())
     if pool.rank() == 0:
-        time.sleep(0.3)
+        time.sleep(0.6)  # on a busy machine, the others take long to begin
 
 
 def change_later(tensors):
     """Whether the tensors of a rank change while nobody does anything."""
     before = [each.detach().clone() for each in tensors]
+    dist.barrier(group=pool.group())  # rank 0 has sent its own, too
     time.sleep(0.15)
     changed = any(not torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
     count = torch.tensor(float(changed))
