@@ -28,7 +28,7 @@ it as a library (92). Four classes do the work:
     Schedule           what the units of a model share: which of them runs, and which comes next
 
 Cost per rank in elements, with Adam. The model has Ψ parameters. T of them are trained, and u are
-in the largest unit. The rows with + add to "between steps".
+in the largest unit. Rows with + are the peak in addition to "between steps".
 
                                    parameters  gradients  optimizer   sent per step, times (N-1)/N
     DDP                                Ψ           T         2T       2T
@@ -170,7 +170,7 @@ class ShardedParameter:
         # The original's stride. If the original is a slice with gaps, the stride without them.
         self.stride = torch.empty_like(original, device="meta").stride()
         self.start_in_unsharded = start_in_unsharded  # offset of its first element
-        # Above, shard_start is 48 on rank 1. So there, the weight is at -48 to 12 of the shard.
+        # Above, the shard of rank 1 starts at 48. So the weight is at -48 to 12 of it.
         start_in_shard = start_in_unsharded - group.shard_start
         end_in_shard = start_in_shard + original.numel()
         # Its elements in the shard, if any: slice(0, 60) on rank 0, where indexing stops at the end
@@ -215,7 +215,7 @@ class ParameterGroup:
         padded = round_up(max(total, 1), N * SHARD_ALIGNMENT)
         self.shard_size = padded // N  # in elements
         self.shard_start = dist.get_rank(self.process_group) * self.shard_size
-        # Zeros, which fully_shard replaces: all ranks get the originals of rank 0.
+        # Zeros for now. fully_shard() then copies the values of rank 0 into the shards of all.
         self.shard = settings.new_shard(self.shard_size, dtype, device)
         self.unsharded = torch.empty(padded, dtype=param_dtype, device=device)
         self.parameters = []
@@ -311,7 +311,7 @@ class ParameterGroup:
                 sharded.grad = gradient if sharded.grad is None else sharded.grad.add_(gradient)
         self.clear_gradients()
 
-    # Section 5 has these two: ranks send zeros for a missing gradient, but mark them.
+    # Section 5 has these two. Ranks send zeros for a missing gradient, but with a sign: -0.0.
 
     def mark_missing_gradients(self):
         mark_missing_gradients(self)
@@ -323,7 +323,7 @@ class ParameterGroup:
 def sum_in_rank_order(received, shard_size):
     if received.dtype == torch.float16:
         received = received.float()  # a sum may exceed 65504, the limit of float16
-    # sum() would begin with 0 and lose the marks of section 5.
+    # sum() would begin with 0.0, and 0.0 + -0.0 is 0.0: it would lose the sign of section 5.
     return functools.reduce(torch.add, received.split(shard_size))
 
 
@@ -355,10 +355,12 @@ def sum_in_rank_order(received, shard_size):
 #    end_backward      reduce 0
 #
 # M returns what unit 2 returns, so pre_backward 2 and pre_backward M are hooks of one tensor, and
-# run in the order in which they were added. Only the second gather 2 is not started early: the
-# record says that unit 2 follows itself, and pre_forward 2 finds it unsharded. So pre_backward 2
-# starts it. The model's input needs no gradient here. So no PostBackward calls post_backward M and
-# post_backward 0, but end_backward does.
+# run in the order in which they were added. The model's input needs no gradient here. So no
+# PostBackward calls post_backward M and post_backward 0, but end_backward does.
+#
+# Each unshard() looks up in next_unit which unit came next in the step before, and starts to gather
+# it. After unit 2 in forward comes unit 2 in backward. pre_forward 2 finds it gathered already, and
+# starts nothing. So pre_backward 2 has to start the second gather 2 itself.
 
 
 def make_unit(module, groups, settings):
@@ -392,8 +394,8 @@ class Schedule:
         self.backward_is_running = False
         self.latest = None  # (unit, in_backward()) of the latest unshard(); None: none in this step
         self.next_unit = {}  # {(unit, in_backward()): which was unshard()ed next in the last step}
-        # (parameter, NaN mark, old .grad) per gradient that no_sync() keeps. In its place .grad is
-        # NaN, so that section 5 notices zero_grad().
+        # no_sync() hides the gradients that it keeps. .grad becomes NaN, so that section 5 sees
+        # whether zero_grad() has removed it. A list of (parameter, that NaN, the old .grad).
         self.marks = []
 
     def reshard_all(self):
@@ -418,7 +420,8 @@ class Schedule:
 class PostBackward(torch.autograd.Function):
     """The identity, for an input of a unit. Its backward calls the unit's post_backward.
 
-    This node may be ready before the gradients of the unit's weights are computed. But autograd
+    This node may be ready before the gradients of the unit's weights are computed, as the gradient
+    of a linear layer's input may be before that of its weight. But autograd
     first runs the ready nodes that accumulate .grad, and then the newest ready node. This one is
     older than all nodes of the unit, so it runs last.
     """
@@ -468,9 +471,8 @@ class Unit:
         for group in self.groups:
             group.finish_unshard()
         schedule = self.schedule
-        schedule.next_unit[schedule.latest] = (
-            self  # for the next step. The entry of None is never read
-        )
+        # For the next step. The entry of None is never read.
+        schedule.next_unit[schedule.latest] = self
         schedule.latest = (self, in_backward())
         if schedule.latest in schedule.next_unit:  # from the step before
             schedule.next_unit[schedule.latest].start_unshard()

@@ -146,12 +146,13 @@ class Action(NamedTuple):
 # Rounds have p micro-batches: here 0 1 2 and 3 4 5. All stages of the rank run a round before the
 # next round begins.
 #
-# These are the tables of ranks 0 and 2 for zero_bubble with p = 3, v = 1 and m = 4:
+# These are the tables for zero_bubble with p = 3, v = 1 and m = 4:
 #
-# column  0   1   2   3   4   5            0   1   2   3   4   5
-#   F     0F0 0F1 0F2 0F3                  2F0 2F1 2F2 2F3
-#   I             0I0 0I1 0I2 0I3          2I0 2I1 2I2 2I3
-#   W             0W0 0W1 0W2 0W3                  2W0 2W1 2W2 2W3
+#         rank 0                     rank 1                     rank 2
+# column  0   1   2   3   4   5      0   1   2   3   4   5      0   1   2   3   4   5
+#   F     0F0 0F1 0F2 0F3            1F0 1F1 1F2 1F3            2F0 2F1 2F2 2F3
+#   I             0I0 0I1 0I2 0I3        1I0 1I1 1I2 1I3        2I0 2I1 2I2 2I3
+#   W             0W0 0W1 0W2 0W3            1W0 1W1 1W2 1W3            2W0 2W1 2W2 2W3
 
 
 def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
@@ -161,23 +162,22 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
         raise ValueError(f"build_schedule{name, p, m, v}: name one of {SCHEDULES}, numbers > 0")
     # p micro-batches each. Some have more if p does not divide m. If m < p, there is one, of m.
     rounds = torch.arange(m).tensor_split(max(1, m // p))
-    # When does the first backward come? A rank runs the first round on all its stages but the last.
-    # Then it runs one more forward for each later rank, because micro-batch 0 goes through these.
-    # Interleaved: two, so that a message has the time of one action to travel.
+    # In which column does the first backward come? After those for the first round on all stages of
+    # the rank but the last, and after one for each later rank, because micro-batch 0 goes through
+    # these. Interleaved: two, so that a message has the time of one action to travel.
     on_other_stages = (v - 1) * len(rounds[0])
     per_later_rank = 2 if name == "interleaved_1f1b" else 1
     schedule = []
     for rank in range(p):
-        # in the first table above: column 3 + 2 * 2 = 7
+        # for interleaved_1f1b above, on rank 0: column 3 + 2 * 2 = 7
         first_backward = on_other_stages + per_later_rank * (p - 1 - rank)
         if name == "gpipe":
             first_backward = m * v
         first_column = {"F": 0, "B": first_backward}
         if name == "zero_bubble":
-            # W begins in the same column on all ranks, so each keeps p micro-batches, as rank 0 of
-            # 1F1B does. With p = 3, W begins in column 2, and I in columns 2, 1 and 0. Rank 0 runs
-            # W0 right after I0. On the last rank I must not wait behind W, because all earlier
-            # ranks wait for I.
+            # Rank 0 begins with I in column p - 1. All ranks begin with W there, so each keeps p
+            # micro-batches, as rank 0 of 1F1B does. On later ranks I, which others wait for, is
+            # ahead of W.
             first_column = {"F": 0, "I": first_backward, "W": on_other_stages + p - 1}
         stages = range(rank, p * v, p)
         rows = []
@@ -214,7 +214,7 @@ def as_tensors(value):
 def detached(tensor, device, copy=False):
     """Return the tensor on a device, without its graph. It still requires a gradient, if it did.
 
-    A copy is dense. If the tensor is dense, too, both have the same strides.
+    A copy has no gaps. It has the strides of the tensor, if that has no gaps.
     """
     moved = tensor.detach().to(device, copy=copy)
     return moved.requires_grad_(tensor.requires_grad)
@@ -269,8 +269,8 @@ class BasicPipeline(nn.Module):
         self.loss_fn = loss_fn
         self._group = process_group
         self._rank = dist.get_rank(process_group)
-        # Section 6: a list of each rank's actions, and one of all actions in the order in which a
-        # simulation ends them.
+        # Section 6: a list of each rank's actions, and one of all actions, sorted by the time at
+        # which they end in a simulation.
         self.schedule, self._order = self._read_schedule(schedule, stages)
         check_kinds(self._order, self.kinds)
         ranks = enumerate(self.schedule)
@@ -383,8 +383,9 @@ class BasicPipeline(nn.Module):
             self._sends.append((copies, works))
             self._wait_for_sends(at_most=4)  # copies take memory
         if destination == self._rank:
-            options = metadata.items()
-            empty = {index: torch.empty_strided(**each, device=device) for index, each in options}
+            empty = {
+                index: torch.empty_strided(**how, device=device) for index, how in metadata.items()
+            }
             works = self._start_all(dist.irecv, empty, source)
             self._inbox[name] = empty, works
 
@@ -449,8 +450,8 @@ def leave_weights_to_w(left_to_w, weights):
     It is around F. It is also around I, because an activation checkpoint runs the forward again
     there.
     """
-    # The micro-batch has a whole B. Or another package has replaced F.linear, whose gradients may
-    # have another formula than W's: then its own backward computes them all.
+    # Leave F.linear as it is if the micro-batch has a whole B, or if another package has replaced
+    # F.linear, whose gradients may have another formula than W's.
     if left_to_w is None or F.linear is not linear:
         yield
         return
@@ -464,12 +465,16 @@ def leave_weights_to_w(left_to_w, weights):
 
 
 def split_linear(left_to_w, weights, x, weight, bias=None):
-    """F.linear, but its backward leaves the gradient of the weight to W."""
+    """F.linear, but its backward leaves the gradient of the weight to W.
+
+    The weight is detached, so backward computes the gradients of x and of the bias only. A hook
+    gets the gradient of y, and stores what W needs.
+    """
     if not can_wait(x, weight, weights):  # for example, a hook needs the gradient in I
         return linear(x, weight, bias)
     rows = x.flatten(end_dim=-2)
     version = rows._version
-    y = linear(rows, weight.detach(), bias)  # autograd skips the weight
+    y = linear(rows, weight.detach(), bias)
 
     def leave_to_w(grad_y):
         if grad_y is not None:  # None: the loss does not depend on y
@@ -487,7 +492,7 @@ def can_wait(x, weight, weights):
     Under FSDP, and if the weight has hooks, it cannot, because these need the gradient in I. Then
     results are right, but the bubble is that of 1f1b. If a weight is also used where W is not
     possible (tied), its gradients are added in another order than on one device, so the last bits
-    may differ. x stays in memory until W.
+    may differ. x stays in memory until W, even if an activation checkpoint would free it.
     """
     return (
         torch.is_grad_enabled()
