@@ -443,6 +443,8 @@ class Comparison:
                 found.append((fit, sample))
         if found:
             self.judge(result, *min(found, key=error_of))
+        elif parts:
+            result.note = f"{shapes_of(one)} on one device, {[*map(shapes_of, parts.values())]}"
         if result.kind == "gradient" and not parts:
             is_lost = self.runs.has_gradients and one[0].any()
             result.state = "wrong" if is_lost else "skipped"  # sharded optimizers have no .grad
@@ -489,6 +491,10 @@ class Comparison:
             result.note = unfinished_in_words(fit.layout)
         else:
             result.state = "right"
+
+
+def shapes_of(calls):
+    return " + ".join(str(tuple(tensor.shape)) for tensor in calls[:4])
 
 
 def error_of(pair):
@@ -1113,11 +1119,17 @@ def check_is_comparable(comparison):
         is_buffer = each.kind != "forward" and each.name in comparison.runs.one["classes"]
         if each.kind != "backward" and not is_buffer:
             states.append(each)
-    missing = [f"step {e.step} {e.kind} {e.name}" for e in states if e.state == "missing"]
+    missing = []
+    for each in states:
+        if each.state == "missing":
+            shapes = each.note or "no such name on the ranks"
+            missing.append(f"step {each.step} {each.kind} {each.name}: {shapes}")
     if len(missing) > max(1, 0.05 * len(states)):
         raise CannotCompare(
             f"{len(missing)} of {len(states)} tensors of the one device have no counterpart in the "
-            f"other run by name and shape, such as {missing[:3]}; use rename, state= or grid"
+            f"other run by name and shape, such as {missing[:3]}. If names differ, use rename; if "
+            "these are shards, state or grid. If the numbers of rows differ, rows are lost, or go "
+            "to another module than on one device"
         )
 
 
