@@ -15,8 +15,8 @@ part of the parameters alone. So each rank updates 1/N of them, and keeps their 
 Read section 1 for the idea (13 minutes), to section 4 for the technique (64), and the rest to use
 it as a library (95).
 
-Per rank, in a step of m backwards: the bytes held, and the elements sent (multiply these by
-(N-1)/N). There are Ψ parameters of 16 bits, with Adam and fp32 master weights. Sharded gradients
+Per rank, in a step of m backwards. First three columns: bytes held. Last two: elements sent, times
+(N-1)/N. There are Ψ parameters of 16 bits, with Adam and fp32 master weights. Sharded gradients
 are in fp32:
 
            parameters  gradients  optimizer  sent     sent with no_sync()
@@ -31,7 +31,8 @@ gathers a norm of 8 bytes from each rank, in every group.
 
 Gradients are added in rank order and divided by N. So training without clipping is bitwise equal to
 one device that does the same. For two backwards a and b in a step on two ranks, Zero2 and Zero3 add
-((a₀ + a₁) + b₀) + b₁. Zero1, and each class in no_sync(), adds (a₀ + b₀) + (a₁ + b₁).
+((a₀ + a₁) + b₀) + b₁. Zero1, and each class in no_sync(), adds (a₀ + b₀) + (a₁ + b₁). But a unit of
+Zero3 that runs twice in b is added as without no_sync().
 
 Run:      torchrun --nproc-per-node 2 zero.py          (python zero.py runs as one rank)
           torchrun --nproc-per-node 2 zero.py --idea   trains with section 1
@@ -466,7 +467,7 @@ class Zero2(Zero1):
         self._register_hooks()
 
     def _post_forward(self, module, args, kwargs, output):
-        # An output that is also an input, in args or kwargs, has its hook already.
+        # An output that is also an input has the hook of the module that made it.
         hook_outputs((args, kwargs), output, functools.partial(self._pre_backward, module))
 
     def _pre_backward(self, module=None, gradient=None):  # `module` is for Zero3
@@ -480,7 +481,7 @@ class Zero2(Zero1):
         torch.autograd.Variable._execution_engine.queue_callback(self._post_backward)
 
     def _reduces(self, bucket):
-        # Its parameters agree on requires_grad: see _kind().
+        # All its parameters have the same requires_grad, which is part of their _kind().
         return self._sync and bucket.parameters[0].requires_grad
 
     def _post_accumulate_grad(self, parameter, *_):
@@ -583,8 +584,9 @@ class Zero3(Zero2):
 
     All ranks must run the same units in the same order, and their backwards must reach the same. So
     if a unit skips its layers on one rank, its input must need a gradient, and it must return
-    x * 1, not x. A checkpoint without reentry around several units must not end with it. If ranks
-    use different members of a list, such as experts, let the list be a unit.
+    x * 1, not x. What a checkpoint without reentry runs from its last unit on must save tensors on
+    all ranks or on none: backward runs the checkpoint again when it needs the first of them. If
+    ranks use different experts, let the block around the experts be the unit.
 
     A freed parameter refuses to be used. So call a unit instead of reading its weights. Initialize,
     load, copy or read parameters, and compute gradients of gradients, in full_parameters().
@@ -604,6 +606,7 @@ class Zero3(Zero2):
             # Outermost first: if a unit returns an inner unit's output, the inner one's hook is
             # called first; on a rank that changes that output, the outer one's. Both gather so.
             self._needs[child] = sorted(needs, key=lambda b: -len(self._needed_by[b.parameters[0]]))
+        self._spare_shared_modules()  # one activation in all units must not gather them all
         self._register_unit_hooks()  # on every module: one inside a unit may run alone
         self._free_all_but([])
 
@@ -638,7 +641,8 @@ class Zero3(Zero2):
             if bucket in self._to_reduce and bucket not in needed:
                 self._to_reduce.remove(bucket)
                 self._start_reduce(bucket)
-        # If a unit has run twice, backward reaches it again, and gradients arrive only then.
+        # A unit that ran twice is reached twice, but its gradients come after the second. The first
+        # reduction has sent zeros. Frozen buckets, and all in no_sync(), are not reduced.
         again = [b for b in needed if self._reduces(b) and b not in self._to_reduce]
         self._to_reduce += again
         self._reached = needed
@@ -671,6 +675,9 @@ class Zero3(Zero2):
 
     def _find_units(self, module, units):
         return modules_that_need(module, units)
+
+    def _spare_shared_modules(self):
+        spare_shared_modules(self)
 
     def _register_unit_hooks(self):
         register_unit_hooks(self)
@@ -929,6 +936,15 @@ def modules_that_need(module, units):
         for parameter in child.parameters(recurse=False):
             users[parameter].add(child)
     return {p: next(each for each in insides if each >= used) for p, used in users.items()}
+
+
+def spare_shared_modules(optimizer):
+    """Let an activation, say, need nothing if several units have it: it would gather them all."""
+    for child, needs in optimizer._needs.items():
+        units = [optimizer._needed_by[bucket.parameters[0]] for bucket in needs]  # outermost first
+        are_nested = all(outer >= inner for outer, inner in itertools.pairwise(units))
+        if not are_nested and not list(child.parameters()):
+            optimizer._needs[child] = []
 
 
 def module_state_dict(optimizer):

@@ -188,9 +188,31 @@ def shared_layer():
     return model
 
 
+def shared_activation():
+    act = nn.GELU()
+    model = nn.Sequential(act)
+    for _ in range(3):
+        unit = nn.Sequential(nn.Linear(6, 6), act, nn.Linear(6, 6), act)
+        model.append(unit)
+    return model
+
+
+def shared_unit():
+    shared = nn.Sequential(nn.Linear(6, 6))
+    for _ in range(5):
+        shared.append(nn.Tanh())
+    model = nn.Sequential()
+    for _ in range(3):
+        unit = nn.Sequential(nn.Linear(6, 6), shared)
+        model.append(unit)
+    return model
+
+
 ODD_MODELS = {
     "a weight of two units": tied,
     "a layer of two units": shared_layer,
+    "an activation of all units": shared_activation,
+    "a unit of all units": shared_unit,
     "a checkpoint around units": Outer,
     "two dtypes": partial(make_model, "mixed"),
 }
@@ -621,6 +643,35 @@ def test_backward_holds_gradients_of_one_layer_and_zero3_parameters_of_one_unit(
     assert max(held for _, held in flats.seen) == share * costs.psi
 
 
+class Notes(nn.GELU):
+    """Notes how many bytes of parameters are whole while it runs, forward and backward."""
+
+    def forward(self, x):
+        x.register_hook(lambda _: self.note())
+        self.note()
+        return super().forward(x)
+
+    def note(self):
+        self.noted.append(zero.held_bytes(self.flats))
+
+
+@pytest.mark.parametrize("wrap", [lambda act: act, nn.Sequential], ids=["alone", "in a list"])
+def test_an_activation_that_all_units_share_does_not_gather_them(wrap):
+    act = Notes()
+    act.noted = []
+    model = nn.Sequential()
+    for _ in range(4):
+        unit = nn.Sequential(nn.Linear(64, 64), wrap(act), nn.Linear(64, 64))
+        model.append(unit)
+    with fake_world(3, rank=0):
+        optimizer = zero.Zero3(model, torch.optim.SGD, units=list(model), lr=0.1)
+        act.flats = [bucket.flat for bucket in optimizer._buckets]
+        psi = sum(bucket.flat.nbytes for bucket in optimizer._buckets)
+        loss = loss_of(model(torch.randn(4, 64)))
+        loss.backward()
+    assert act.noted == [psi / 4] * 8
+
+
 @pytest.mark.parametrize("how", ["checkpointed", "reentrant"])
 @zero2_and_3
 @pool.on(2)
@@ -737,6 +788,23 @@ def test_a_unit_that_runs_twice_leaves_no_gradient_whole(frozen):
     assert all(parameter.grad is None for parameter in model.parameters())
     ours.step()
     backward_on_one_device(plain, [[0], [1]], twice_loss)
+    theirs.step()
+    assert_equal_to_one_device(ours, plain)
+
+
+@pool.on(2)
+def test_after_no_sync_a_unit_that_ran_twice_is_added_as_the_docstring_says():
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
+    ours, theirs, plain = make_pair(zero.Zero3, model)
+    with ours.no_sync():
+        backward(model, 0, twice_loss)
+    backward(model, 1, twice_loss)
+    ours.step()
+    backward_on_one_device(plain, [[0], [1]], twice_loss)
+    gradients = [parameter.grad for parameter in plain[1].parameters()]
+    backward_on_one_device(plain, [[0, 1]], twice_loss)
+    for parameter, gradient in zip(plain[1].parameters(), gradients, strict=True):
+        parameter.grad = gradient
     theirs.step()
     assert_equal_to_one_device(ours, plain)
 
