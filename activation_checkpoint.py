@@ -21,8 +21,8 @@ input is b sequences of s tokens. Operations are per token, and only those of pr
 
 Collectives inside a checkpointed function run again in backward.
 
-Read section 1 for the idea (7 minutes), to section 2 for the technique (30), and the rest to use
-it as a library (34).
+Read section 1 for the idea (8 minutes), to section 2 for the technique (31), and the rest to use
+it as a library (43).
 
 Run:      torchrun --nproc-per-node 2 activation_checkpoint.py    (--idea: section 1 alone)
           python activation_checkpoint.py runs one rank

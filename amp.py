@@ -24,8 +24,8 @@ Bytes per parameter with Adam, for Ψ parameters on N ranks:
 step() takes 4 more bytes per parameter while it runs, for fp32 gradients. A GradScaler also sends
 one number per step.
 
-Read section 1 for the idea (7 minutes), to section 4 for the technique (39), and the rest to use it
-as a library (42).
+Read section 1 for the idea (7 minutes), to section 4 for the technique (36), and the rest to use it
+as a library (46).
 
 Run:      torchrun --nproc-per-node 2 amp.py            (--idea trains with section 1 alone)
           python amp.py runs one rank

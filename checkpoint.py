@@ -35,8 +35,8 @@ Bytes per rank, for Ψ fp32 parameters with Adam on N ranks:
 
 A load also holds one byte per element of the rank's pieces of one tensor: what is missing yet.
 
-Read section 1 for the idea (10 minutes), to section 4 for the technique (30), and the rest to use
-it as a library (40).
+Read section 1 for the idea (9 minutes), to section 4 for the technique (27), and the rest to use
+it as a library (44).
 
 Run:      torchrun --nproc-per-node 2 checkpoint.py          (python checkpoint.py runs as one rank)
 Paper:    Wan et al. 2025, ByteCheckpoint, arXiv 2407.20143, section 3

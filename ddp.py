@@ -25,8 +25,8 @@ Cost per rank in elements, with Adam, for a model of Ψ parameters on N ranks:
     DDP                       Ψ            2Ψ          2Ψ          2Ψ(N-1)/N: a ring all-reduce of Ψ
     gradient_as_bucket_view   Ψ            Ψ           2Ψ          the same; .grad is a view
 
-Read section 1 for the idea (10 minutes), to section 2 for the technique (31), and the rest to use
-it as a library (45).
+Read section 1 for the idea (10 minutes), to section 2 for the technique (28), and the rest to use
+it as a library (49).
 
 Run:      torchrun --nproc-per-node 2 ddp.py            (--idea trains with section 1 alone)
           python ddp.py runs one rank

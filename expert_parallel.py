@@ -33,8 +33,8 @@ Without a capacity, a rank sends exactly (a + b)h elements forward: a rows to ot
 results. Ranks also exchange 8E(N-1)/N bytes of counts, for which the host waits once. Reading
 aux_loss or z_loss all-reduces 2E + 1 numbers.
 
-Read section 1 for the idea (12 minutes), to section 3 for the technique (51), and the rest to use
-it as a library (61).
+Read section 1 for the idea (13 minutes), to section 3 for the technique (46), and the rest to use
+it as a library (66).
 
 Run:      torchrun --nproc-per-node 2 expert_parallel.py
 Papers:   Lepikhin et al. 2020, GShard, arXiv 2006.16668; Fedus et al. 2021, Switch, 2101.03961;

@@ -19,8 +19,8 @@ gradients of the previous one are reduced.
 Hybrid sharding keeps R copies of each shard, on N·R ranks, and also all-reduces ḡ₀ over the R ranks
 that have w₀. Gathers stay within N ranks, for example a node.
 
-Read section 1 for the idea (11 minutes), to section 3 for the technique (48), and the rest to use
-it as a library (92). Four classes do the work:
+Read section 1 for the idea (11 minutes), to section 3 for the technique (49), and the rest to use
+it as a library (96). Four classes do the work:
 
     ShardedParameter   where: the place of a parameter in a unit's buffer, and in this rank's shard
     ParameterGroup     how: a unit's parameters of one dtype, gathered and reduced in one buffer

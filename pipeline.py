@@ -39,8 +39,8 @@ send m·bsh less.
 
 The last two are for m ≥ p, and zero_bubble's for equally long F, I and W.
 
-Read section 1 for the idea (12 minutes), to section 4 for the technique (58), and the rest to use
-it as a library (78).
+Read section 1 for the idea (13 minutes), to section 4 for the technique (58), and the rest to use
+it as a library (86).
 
 Run:      torchrun --nproc-per-node 2 pipeline.py --schedule zero_bubble
           --idea trains with section 1 alone, which is GPipe

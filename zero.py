@@ -12,8 +12,8 @@ part of the parameters alone. So each rank updates 1/N of them, and keeps their 
     Zero3 also shards the parameters. It gathers a unit, such as a transformer block, before its
           forward and its backward, and frees it afterwards.
 
-Read section 1 for the idea (13 minutes), to section 4 for the technique (64), and the rest to use
-it as a library (95).
+Read section 1 for the idea (14 minutes), to section 4 for the technique (65), and the rest to use
+it as a library (98).
 
 Per rank, in a step of m backwards. First three columns: bytes held. Last two: elements sent, times
 (N-1)/N. There are Ψ parameters of 16 bits, with Adam and fp32 master weights. Sharded gradients
@@ -1094,7 +1094,8 @@ def check_arguments(optimizer, optimizer_class, lists):
         if x.layout != torch.strided:
             raise ValueError(f"{name} is sparse: register {name}.to_dense()")
     groups = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
-    facts = [f"buckets of {[len(each) for each in lists]} parameters", *groups]
+    kind = type(optimizer).__name__
+    facts = [f"{kind}, buckets of {[len(each) for each in lists]} parameters", *groups]
     facts += [(name, x.shape, x.stride(), x.dtype, x.requires_grad) for name, x in tensors]
     check_same_on_all_ranks(
         "buckets, options and parameters (shape, strides, dtype, requires_grad)",
