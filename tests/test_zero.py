@@ -458,6 +458,14 @@ def test_a_view_of_a_parameter_that_a_module_keeps_is_an_error(how, stage):
     sgd(stage, Keeps(lambda weight: [weight, weight.detach().clone()]))
 
 
+@pool.on(2)
+def test_ranks_of_different_classes_are_an_error():
+    """They would issue different collectives."""
+    stage = [zero.Zero1, zero.Zero2][pool.rank()]
+    with pytest.raises(ValueError, match=r"same buckets.*Zero2"):
+        sgd(stage, plain_model())
+
+
 class AttributeDict(dict):
     """Such as those of easydict. Other attributes are a KeyError."""
 
