@@ -188,6 +188,10 @@ class DistributedDataParallel(nn.Module):
     A sparse gradient becomes dense. SGD and Adagrad accept that, but SparseAdam does not.
     """
 
+    require_backward_grad_sync = True  # False inside no_sync()
+    require_forward_param_sync = True  # whether the next forward broadcasts the buffers
+    _comm_hook = None  # or (state, hook), which replaces the all-reduce
+
     def __init__(
         self,
         module,
@@ -210,11 +214,8 @@ class DistributedDataParallel(nn.Module):
             "check_reduction": check_reduction,
             "output_device": output_device not in (None, *(device_ids or ())),
         }
-        compared = {  # what ranks send depends on these
-            "bucket_cap_mb": bucket_cap_mb or 25,
-            "broadcast_buffers": bool(broadcast_buffers),
-            "find_unused_parameters": bool(find_unused_parameters),
-        }
+        # What ranks send depends on these.
+        compared = [f"{bucket_cap_mb=}", f"{broadcast_buffers=}", f"{find_unused_parameters=}"]
         check_arguments(module, process_group, others, unsupported, compared)
         self.module = module
         self.device_ids = device_ids  # if given, inputs are moved to the device of the module
@@ -223,9 +224,6 @@ class DistributedDataParallel(nn.Module):
         self.bucket_bytes_cap = (bucket_cap_mb or 25) * 2**20
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
-        self._comm_hook = None  # or (state, hook), which replaces the all-reduce
-        self.require_backward_grad_sync = True  # False inside no_sync()
-        self.require_forward_param_sync = True  # whether the next forward broadcasts the buffers
         broadcast(module.parameters(), process_group)
         broadcast(module.buffers() if broadcast_buffers else (), process_group)
         self._make_buckets()
@@ -544,7 +542,7 @@ def check_arguments(module, process_group, others, unsupported, compared):
     """Raise an error if an argument or the module is not supported: on all ranks, if on one.
 
     Raise TypeError, on this rank, for an argument that PyTorch's class does not have. `compared`
-    has arguments that must be the same on all ranks.
+    has what must be the same on all ranks, as text.
     """
     inspect.signature(nn.parallel.DistributedDataParallel).bind(module, **others)
     set_names = [name for name, is_set in unsupported.items() if is_set]
@@ -561,7 +559,7 @@ def check_arguments(module, process_group, others, unsupported, compared):
                 f"{name} {child}: forward shrinks rows, on each rank those of its own batch; leave "
                 "max_norm out, and shrink the rows after the optimizer's step"
             )
-    facts = [f"{name}={value}" for name, value in compared.items()]
+    facts = list(compared)
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         facts.append(f"{name}: {tuple(tensor.shape)}, {tensor.dtype}, {tensor.requires_grad=}")
         is_dense = tensor.layout == torch.strided
