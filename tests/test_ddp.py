@@ -429,7 +429,10 @@ def test_a_hook_sees_which_bucket_it_gets():
 
     model.register_comm_hook(pool.group(), hook)
     model(torch.ones(1, 3)).sum().backward()
-    assert sorted(seen) == [(0, False, [(2,)]), (1, True, [(2, 3)])]
+    assert sorted(seen) == [
+        (0, False, [(2,)]),
+        (1, True, [(2, 3)]),
+    ]
 
 
 @pool.on(2)
@@ -534,7 +537,11 @@ def test_a_parameter_that_is_frozen_on_one_rank_is_an_error_on_all():
 
 
 @pytest.mark.parametrize(
-    ("change", "name"), [(nn.Module.requires_grad_, "0.bias"), (nn.Module.half, "0.weight")]
+    ("change", "name"),
+    [
+        (nn.Module.requires_grad_, "0.bias"),
+        (nn.Module.half, "0.weight"),
+    ],
 )
 @pool.on(2)
 def test_a_parameter_that_is_unfrozen_or_cast_after_construction_is_an_error(change, name):

@@ -493,7 +493,11 @@ def test_w_computes_the_gradients_of_linear_layers_weights_and_i_the_others():
 
     ours.run = run_and_look
     ours.step(*make_batch(0, 8))
-    assert found == {"F": [False, False], "I": [False, True], "W": [True, True]}
+    assert found == {
+        "F": [False, False],
+        "I": [False, True],
+        "W": [True, True],
+    }
 
 
 @pool.on(1)
@@ -630,7 +634,11 @@ def test_targets_with_a_graph_are_an_error_and_leaves_get_gradients():
         ours.step(x, 2 * leaf)
 
 
-OTHER_SHAPES = {"one row": (1, 6), "the batch in dimension 1": (3, 8, 6), "four rows": (4, 6)}
+OTHER_SHAPES = {
+    "one row": (1, 6),
+    "the batch in dimension 1": (3, 8, 6),
+    "four rows": (4, 6),
+}
 
 
 @pytest.mark.parametrize("why", OTHER_SHAPES)

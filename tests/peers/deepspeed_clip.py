@@ -18,7 +18,8 @@ def clip_grad_norm(model, max_norm, mesh, norm_type=2.0):
     of_replica = dist.group.WORLD if names else alone
     of_data = alone if names else dist.group.WORLD
     if "ep" in mesh.mesh_dim_names and names:
-        of_replica, of_data = mesh.get_group("pp"), mesh.get_group("ep")
+        of_replica = mesh.get_group("pp")
+        of_data = mesh.get_group("ep")
     mpu = SimpleNamespace(get_model_parallel_group=lambda: of_replica)
     mpu.get_model_parallel_rank = of_replica.rank
     mpu.get_data_parallel_group = lambda: of_data
