@@ -563,8 +563,9 @@ class Zero3(Zero2):
 
     `units` are modules inside of `module`; by default, the members of nn.Sequential and
     nn.ModuleList, such as transformer blocks. The whole module is a unit, too. A parameter belongs
-    to the smallest unit that has all its uses. With the units 0, 1 and 2, and a parameter of the
-    model itself, hooks do this in a step:
+    to the smallest unit that contains every module that holds it. If several units share a layer
+    with parameters, its call gathers all of them. With the units 0, 1 and 2, and a parameter of
+    the model itself, hooks do this in a step:
 
         called                  frees            gathers
         _pre_forward(model)                      the model's
@@ -921,7 +922,7 @@ def unscale_(optimizer, loss_scale):
 def modules_that_need(module, units):
     """Return {parameter: its unit and every module in it}.
 
-    Its unit is the smallest that has all its uses.
+    Its unit is the smallest that contains every module that holds it.
     """
     if units is None:
         lists = [m for m in module.modules() if isinstance(m, (nn.Sequential, nn.ModuleList))]
