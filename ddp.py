@@ -173,57 +173,24 @@ def broadcast(tensors, process_group):
             tensor.detach().copy_(values)
 
 
-class DistributedDataParallel(nn.Module):
-    """torch.nn.parallel.DistributedDataParallel, with the same arguments in the same order.
+class Replica(nn.Module):
+    """This rank's copy of a module. Backward leaves the means of all ranks' gradients in .grad.
 
-    Every backward must reach all parameters, unless `find_unused_parameters` is set. Then a rank
-    without a gradient for a parameter adds zeros. If no rank has one, .grad stays None.
-
-    Forward returns tensors, also in containers, dataclasses or attributes of other objects.
-
-    As in PyTorch, a forward broadcasts rank 0's buffers, unless the forward before it ran in
-    no_sync() or without gradients. So a rank that evaluates alone must call `.module`, or it would
-    wait for the others.
-
-    A sparse gradient becomes dense. SGD and Adagrad accept that, but SparseAdam does not.
+    Every backward must reach all parameters. DistributedDataParallel, its subclass in section 3,
+    lifts this, and has PyTorch's other arguments and methods.
     """
 
     require_backward_grad_sync = True  # False inside no_sync()
     require_forward_param_sync = True  # whether the next forward broadcasts the buffers
-    _comm_hook = None  # or (state, hook), which replaces the all-reduce
 
-    def __init__(
-        self,
-        module,
-        device_ids=None,
-        output_device=None,
-        dim=0,
-        broadcast_buffers=True,
-        init_sync=True,
-        process_group=None,
-        bucket_cap_mb=None,
-        find_unused_parameters=False,
-        check_reduction=False,
-        gradient_as_bucket_view=False,
-        **others,
-    ):
+    def __init__(self, module, process_group, bucket_cap_mb, broadcast_buffers, as_bucket_view):
         super().__init__()
-        unsupported = others | {  # {PyTorch's name of an argument: true if it is set}
-            "dim": dim,
-            "init_sync": not init_sync,
-            "check_reduction": check_reduction,
-            "output_device": output_device not in (None, *(device_ids or ())),
-        }
-        # What ranks send depends on these.
-        compared = [f"{bucket_cap_mb=}", f"{broadcast_buffers=}", f"{find_unused_parameters=}"]
-        check_arguments(module, process_group, others, unsupported, compared)
         self.module = module
-        self.device_ids = device_ids  # if given, inputs are moved to the device of the module
-        self.broadcast_buffers = broadcast_buffers
         self.process_group = process_group
-        self.bucket_bytes_cap = (bucket_cap_mb or 25) * 2**20
-        self.find_unused_parameters = find_unused_parameters
-        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.bucket_bytes_cap = bucket_cap_mb * 2**20
+        self.broadcast_buffers = broadcast_buffers
+        self.gradient_as_bucket_view = as_bucket_view
+        self._divisor = dist.get_world_size(process_group)  # of the sum of all ranks' gradients
         broadcast(module.parameters(), process_group)
         broadcast(module.buffers() if broadcast_buffers else (), process_group)
         self._make_buckets()
@@ -258,44 +225,31 @@ class DistributedDataParallel(nn.Module):
             node = torch.autograd.graph.get_gradient_edge(parameter).node
             node.register_hook(functools.partial(hook, parameter))
             self._nodes.append(node)
-        self._watch_versions()  # for check_gradient()
 
     def forward(self, *inputs, **kwargs):
-        if self.device_ids:
-            inputs, kwargs = self._to_device((inputs, kwargs))
         if self.broadcast_buffers and self.require_forward_param_sync:
             # .data leaves the version as it is. Otherwise backward would raise an error if an
             # earlier graph saved the buffer.
             broadcast([buffer.data for buffer in self.module.buffers()], self.process_group)
         will_average = torch.is_grad_enabled() and self.require_backward_grad_sync
-        self.require_forward_param_sync = will_average
+        self.require_forward_param_sync = will_average  # as in PyTorch
         if will_average:
             check_ready(self)  # the last backward has ended, and the parameters are the same
             self._will_average = True
-        output = self.module(*inputs, **kwargs)
-        if will_average:
-            self._hook_outputs(output)  # in case two forwards come before their backwards
-        return output
+        return self.module(*inputs, **kwargs)
 
     def _on_gradient(self, parameter):
         if not self._will_average:
             return
-        check_gradient(self, parameter)
+        check_gradient(self, parameter)  # it is the first one, and no hook has used it
         self._fill(parameter)
-        if self.find_unused_parameters:
-            self._queue_finish_with_unused()
-        elif self._buckets[-1].work:
-            # Buckets are sent in order, so this is the last gradient. Autograd calls
-            # _finish_backward at the end of this backward.
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+        self._queue_finish()
 
     def _fill(self, parameter):
         """Copy parameter.grad into its bucket, and send the buckets that are full."""
         bucket = self._bucket_of[parameter]
         parameter.grad = parameter.grad.to_dense()  # does nothing unless the gradient is sparse
-        # A communication hook divides by itself.
-        divisor = 1 if self._comm_hook else dist.get_world_size(self.process_group)
-        bucket.fill(parameter, divisor)
+        bucket.fill(parameter, self._divisor)
         if self.gradient_as_bucket_view:
             parameter.grad = bucket.views[parameter]  # frees the tensor that autograd allocated
         # Ranks may fill buckets in different orders, so buckets are sent in the order of their
@@ -307,18 +261,70 @@ class DistributedDataParallel(nn.Module):
 
     def _send(self, bucket):
         """Start the all-reduce of the bucket, and return its handle."""
-        if self._comm_hook:
-            return self._run_comm_hook(bucket)
         return dist.all_reduce(bucket.flat, group=self.process_group, async_op=True)
+
+    def _queue_finish(self):
+        """After the last gradient, let autograd call _finish_backward at the end of backward."""
+        if self._buckets[-1].work:  # it is sent after all others
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
     def _finish_backward(self):
         self._will_average = False
         for bucket in self._buckets:
             bucket.wait()
 
-    # The library's part. Section 3 has the functions.
 
+# --------------------------------------------------------------------------------------------------
+# 3. The library: PyTorch's class, which also takes forwards before other backwards, unused
+#    parameters and communication hooks; checks.
+
+
+class DistributedDataParallel(Replica):
+    """torch.nn.parallel.DistributedDataParallel, with the same arguments in the same order.
+
+    Every backward must reach all parameters, unless `find_unused_parameters` is set. Then a rank
+    without a gradient for a parameter adds zeros. If no rank has one, .grad stays None.
+
+    Forward returns tensors, also in containers, dataclasses or attributes of other objects.
+
+    As in PyTorch, a forward broadcasts rank 0's buffers, unless the forward before it ran in
+    no_sync() or without gradients. So a rank that evaluates alone must call `.module`, or it would
+    wait for the others.
+
+    A sparse gradient becomes dense. SGD and Adagrad accept that, but SparseAdam does not.
+    """
+
+    _comm_hook = None  # or (state, hook), which replaces the all-reduce
     _finish_is_queued = False  # True if finish_with_unused() runs at the end of this backward
+
+    def __init__(
+        self,
+        module,
+        device_ids=None,
+        output_device=None,
+        dim=0,
+        broadcast_buffers=True,
+        init_sync=True,
+        process_group=None,
+        bucket_cap_mb=None,
+        find_unused_parameters=False,
+        check_reduction=False,
+        gradient_as_bucket_view=False,
+        **others,
+    ):
+        unsupported = others | {  # {PyTorch's name of an argument: true if it is set}
+            "dim": dim,
+            "init_sync": not init_sync,
+            "check_reduction": check_reduction,
+            "output_device": output_device not in (None, *(device_ids or ())),
+        }
+        cap = bucket_cap_mb or 25
+        # What ranks send depends on these.
+        compared = [f"bucket_cap_mb={cap}", f"{broadcast_buffers=}", f"{find_unused_parameters=}"]
+        check_arguments(module, process_group, others, unsupported, compared)
+        super().__init__(module, process_group, cap, broadcast_buffers, gradient_as_bucket_view)
+        self.device_ids = device_ids  # if given, inputs are moved to the device of the module
+        self.find_unused_parameters = find_unused_parameters
 
     @contextmanager
     def no_sync(self):
@@ -338,21 +344,53 @@ class DistributedDataParallel(nn.Module):
         """Call `hook(state, bucket)`, which returns a future of the mean, and do not all-reduce."""
         check_comm_hook(self)
         self._comm_hook = (state, hook)
+        self._divisor = 1  # the hook divides by itself
 
-    def _run_comm_hook(self, bucket):
-        return run_comm_hook(self, bucket, *self._comm_hook)
+    def forward(self, *inputs, **kwargs):
+        if self.device_ids:
+            device = self._buckets[0].flat.device
+            inputs, kwargs = tree_map_only(torch.Tensor, lambda x: x.to(device), (inputs, kwargs))
+        output = super().forward(*inputs, **kwargs)
+        if self.require_forward_param_sync:  # this forward's backward averages
+            hook_outputs(self, output)
+        return output
 
-    def _hook_outputs(self, output):  # so that the second backward after two forwards averages, too
-        hook_outputs(self, output)
+    def _register_hooks(self):
+        super()._register_hooks()
+        # Each parameter's version before its hooks run, for check_gradient().
+        versions = self._versions = {}
 
-    def _queue_finish_with_unused(self):  # at the end of this backward, which may miss parameters
-        queue_finish_with_unused(self)
+        def keep(parameter, *_):
+            versions[parameter] = parameter._version
 
-    def _watch_versions(self):  # so that check_gradient() notices a hook that changes a parameter
-        watch_versions(self)
+        for parameter, node in zip(self._bucket_of, self._nodes, strict=True):
+            node.register_prehook(functools.partial(keep, parameter))
 
-    def _to_device(self, inputs):
-        return tree_map_only(torch.Tensor, lambda x: x.to(self._buckets[0].flat.device), inputs)
+    def _send(self, bucket):
+        if not self._comm_hook:
+            return super()._send(bucket)
+        # The hook of an earlier bucket may issue a second collective when its first has ended. Over
+        # gloo, that time differs between ranks, so collectives of two buckets could mix. Over NCCL,
+        # a future is done as soon as its work is in a stream, so this does not wait, which would
+        # delay the rest of backward.
+        for earlier in self._buckets[: self._buckets.index(bucket)]:
+            if not earlier.work.done():
+                earlier.work.wait()
+
+        def copy(mean):
+            # Return a tensor, so that wait() also waits for the copy on the GPU.
+            return bucket.flat.copy_(mean.value().view_as(bucket.flat))
+
+        state, hook = self._comm_hook
+        return hook(state, GradBucket(self._buckets, bucket)).then(copy)
+
+    def _queue_finish(self):
+        if not self.find_unused_parameters:
+            super()._queue_finish()
+        elif not self._finish_is_queued:  # this backward may end after any gradient
+            self._finish_is_queued = True
+            finish = functools.partial(finish_with_unused, self)
+            torch.autograd.Variable._execution_engine.queue_callback(finish)
 
     def __getstate__(self):  # copies and pickles make buckets, nodes and hooks of their own
         return vars(self) | {"_buckets": None, "_bucket_of": None, "_nodes": None}
@@ -365,10 +403,6 @@ class DistributedDataParallel(nn.Module):
 DDP = DistributedDataParallel
 
 
-# --------------------------------------------------------------------------------------------------
-# 3. The library: forwards before other backwards, unused parameters, communication hooks, checks.
-
-
 def hook_outputs(ddp, output):
     """Let each backward from `output` average, even if one of another forward has ended before."""
     ddp._finish_is_queued = False  # it stays True if a backward raises
@@ -378,7 +412,7 @@ def hook_outputs(ddp, output):
         # Backward may reach no parameter on this rank. With create_graph, gradients are enabled:
         # this is an inner backward, such as that of a gradient penalty, and the outer one averages.
         if ddp.find_unused_parameters and not torch.is_grad_enabled():
-            queue_finish_with_unused(ddp)
+            ddp._queue_finish()
 
     for tensor in tensors_in(output):
         tensor.register_hook(pre_backward)
@@ -402,14 +436,6 @@ def tensors_in(output):
             waiting.extend(getattr(each, field.name, None) for field in dataclasses.fields(each))
         elif not torch.is_tensor(each):
             waiting.extend(getattr(each, "__dict__", {}).values())
-
-
-def queue_finish_with_unused(ddp):
-    """Let autograd call finish_with_unused() once, at the end of the current backward."""
-    if not ddp._finish_is_queued:
-        ddp._finish_is_queued = True
-        finish = functools.partial(finish_with_unused, ddp)
-        torch.autograd.Variable._execution_engine.queue_callback(finish)
 
 
 def finish_with_unused(ddp):
@@ -459,34 +485,6 @@ class GradBucket:
 
     def gradients(self):
         return views_of(self._buffer, self.parameters())
-
-
-def run_comm_hook(ddp, bucket, state, hook):
-    """Return a future that is done when the mean that `hook` computes is in the bucket."""
-    # The hook of an earlier bucket may issue a second collective when its first has ended. Over
-    # gloo, that time differs between ranks, so collectives of two buckets could mix. Over NCCL, a
-    # future is done as soon as its work is in a stream, so this does not wait, which would delay
-    # the rest of backward.
-    for earlier in ddp._buckets[: ddp._buckets.index(bucket)]:
-        if not earlier.work.done():
-            earlier.work.wait()
-
-    def copy(mean):
-        # Return a tensor, so that wait() also waits for the copy on the GPU.
-        return bucket.flat.copy_(mean.value().view_as(bucket.flat))
-
-    return hook(state, GradBucket(ddp._buckets, bucket)).then(copy)
-
-
-def watch_versions(ddp):
-    """Keep each parameter's version before its hooks run. check_gradient() needs it."""
-    versions = ddp._versions = {}
-
-    def keep(parameter, *_):
-        versions[parameter] = parameter._version
-
-    for parameter, node in zip(ddp._bucket_of, ddp._nodes, strict=True):
-        node.register_prehook(functools.partial(keep, parameter))
 
 
 def check_ready(ddp):

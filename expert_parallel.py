@@ -1,9 +1,9 @@
 """Expert parallelism: a mixture of experts (MoE) whose experts are split over N ranks.
 
-An MoE layer has E feed-forward networks, the experts, and sends each token to k of them. So its
-parameters grow with E, but its operations per token do not. Each rank's router chooses the experts
-of the rank's own tokens. The rank sends a copy of the token, called a row, to the rank of each
-expert (all-to-all). That rank runs the expert, and sends the result back. E = 4, N = 2 and k = 2:
+An MoE layer has E feed-forward networks, the experts, and a router, which sends each token to k of
+them. So its parameters grow with E, but its operations per token do not. A rank sends a copy of its
+token, called a row, to the rank of each chosen expert (all-to-all). That rank runs the expert, and
+sends the result back. E = 4, N = 2 and k = 2:
 
               tokens        router               experts             combine
     rank 0    t0 t1  ───▶  t0: e0 e2  ──┐  ┌──▶  e0: t0 t3   ──┐  ┌──▶  w·e0(t0) + w·e2(t0), …
@@ -13,8 +13,8 @@ expert (all-to-all). That rank runs the expert, and sends the result back. E = 4
                            t3: e0 e3  ──┘  └──▶  e3: t1 t2 t3 ─┘  └──▶  w·e1(t2) + w·e3(t2), …
 
 All other parameters are replicated, as in data parallelism. W ranks train together, and each group
-of N of them has all experts. The loss is the mean of all W ranks' losses. So the two kinds of
-parameters need different scales. Many implementations get the experts' scale wrong:
+of N of them has all experts. The loss is the mean of all W ranks' losses. Many implementations get
+the scale of the experts' gradients wrong:
 
     a replicated parameter   has the gradient of its rank's loss: average it over the W ranks
     an expert                has the sum of the gradients of N ranks' losses, because it gets their
@@ -29,7 +29,7 @@ the hidden size h. An optional capacity limits an expert to C rows from each ran
     expert parallel   (E/N)·Ψe     2kTh(N-1)/N on average   the same
     with capacity     (E/N)·Ψe     2ECh(N-1)/N              the same
 
-Without a capacity, a rank sends exactly (a + b)h elements forward: a rows to other ranks, and b
+The average is over routings: a rank sends (a + b)h elements for a rows to other ranks and b
 results. Ranks also exchange 8E(N-1)/N bytes of counts, for which the host waits once. Reading
 aux_loss or z_loss all-reduces 2E + 1 numbers.
 
@@ -58,7 +58,6 @@ import signal
 import sys
 import time
 import weakref
-from collections import Counter
 from contextlib import nullcontext
 from datetime import timedelta
 from fractions import Fraction
@@ -185,18 +184,14 @@ class MoE(nn.Module):
     """A mixture of experts: (…, hidden) to the same. parallelize() splits the experts over ranks.
 
     top_k                experts per token; their probabilities weight their results
-    norm_topk_prob       divide the weights of a token by their sum (Mixtral). A single weight
-                         (top_k=1) stays (Switch): 1 would give the router no gradient
+    norm_topk_prob       divide the weights of a token by their sum (Mixtral), unless top_k is 1
     num_shared_experts   experts that see every token (DeepSeekMoE), as one wide expert
     capacity_factor      limits the rows of an expert: see limit_slots()
     bias_update_rate     balances the experts by a bias: call update_bias() once a step
 
     After a forward, aux_loss (Switch's, which is 1 if the experts are balanced) and z_loss
     (ST-MoE's, which keeps logits small) are those of all ranks' tokens. Add them to the loss, with
-    a weight.
-
-    If forward gets a mask, (…), the balance losses and the bias count only tokens whose mask is
-    True or 1. All tokens are computed.
+    a weight. They and the bias count only tokens whose `mask`, (…), is True or 1.
     """
 
     def __init__(
@@ -232,7 +227,6 @@ class MoE(nn.Module):
         check_router_logits()  # transformers cannot record those of this router
         tokens = x.flatten(0, -2)  # (tokens, hidden)
         weights, chosen = self.route(tokens, mask)
-        self._count_load()  # for the bias
         slots, counts, num_slots = self.assign_slots(chosen)
         rows = tokens.new_zeros(num_slots + 1, tokens.shape[1])
         # slots[j, t] is the row of token t's choice j. Dropped choices share the extra slot.
@@ -259,12 +253,10 @@ class MoE(nn.Module):
     def assign_slots(self, chosen):
         """Return (slots, counts, num_slots).
 
-        `slots`, (k, tokens), is the index of each token and choice among the rows that the rank
-        sends. They are sorted by expert, and within an expert in GShard's order: all first choices,
-        then all second choices. `counts` are the slots of each expert. `num_slots` is their sum, as
-        an int: no wait for the device.
+        `slots`, (k, tokens), is the place of each choice among the rows that the rank sends, which
+        are sorted by expert. `counts` are the slots of each expert, and `num_slots` is their sum.
         """
-        expert = chosen.T  # (k, tokens) is GShard's order
+        expert = chosen.T  # GShard's order: all first choices, then all second choices
         order = expert.flatten().argsort(stable=True)
         slots = order.argsort().view_as(expert)  # the inverse of that permutation
         counts = count_choices(chosen, self.num_experts)
@@ -275,7 +267,7 @@ class MoE(nn.Module):
     def run_experts(self, rows, counts):
         """Return the results of the rows, in their order. A row's expert may be on any rank."""
         check_experts(self.experts)
-        groups = self.experts.groups
+        groups = self.experts.groups  # set by parallelize()
         if groups is None:
             return self.experts(rows, counts.tolist())
         group = groups.axes[0]  # the N = groups.size ranks that share the experts
@@ -292,47 +284,41 @@ class MoE(nn.Module):
         order = of_rows.argsort(stable=True)
         results = self.experts(rows[order], received_counts.sum(0).tolist())
         by_sender = results[order.argsort()]
-        # An expert adds up the gradients of N ranks' losses, and the loss is their mean. So
-        # backward divides by N at by_sender, before it reaches the expert. Then, at rows, it
-        # multiplies by N again, because a token needs the gradient of its own rank's loss.
+        # An expert adds up the gradients of N ranks' losses. So backward divides by N before the
+        # expert. After it, a row needs the gradient of its own rank's loss again.
         divisor = groups.divisors[0]  # N, or 1 if the loss is a sum
-        scale_gradient(by_sender, 1 / divisor)  # by a hook
+        scale_gradient(by_sender, 1 / divisor)
         scale_gradient(rows, divisor)
         return AllToAllRows.apply(by_sender, from_ranks, to_ranks, group)
 
-    # The library's part. Sections 4 and 5 have the functions.
+    # The library's part. Section 4 has the functions.
 
-    # Of the last forward: logits, chosen experts, and which tokens are not counted, (tokens, 1).
-    routing = (None, None, None)
+    routing = None  # of the last forward: logits, how often experts were chosen, masked tokens
     total = None  # sums over all ranks, which balance_losses() keeps for a second call
     load = 0  # (E,), how often this rank chose each expert since update_bias()
 
     def _record_routing(self, logits, chosen, mask):
         record_routing(self, logits, chosen, mask)
 
-    def _count_load(self):
-        count_load(self)
-
     def _limit_slots(self, expert, slots, counts):
         return limit_slots(self, expert, slots, counts)
 
     @property
-    def aux_loss(self):  # Switch's load-balancing loss of the last forward: 1 if balanced
+    def aux_loss(self):
         return balance_losses(self)[0]
 
     @property
-    def z_loss(self):  # ST-MoE's loss of the last forward, which keeps logits small
+    def z_loss(self):
         return balance_losses(self)[1]
 
-    def update_bias(self):  # DeepSeek-V3's balance without a loss; call it once a step
+    def update_bias(self):
         update_bias(self)
 
     def _apply(self, function, recurse=True):  # Module.to() calls this
         return apply_but_keep_bias(self, function, recurse)
 
-    def __getstate__(self):
-        # copy.deepcopy() calls this. It cannot copy tensors with a graph.
-        return self.__dict__ | {"routing": (None, None, None)}
+    def __getstate__(self):  # copy.deepcopy() cannot copy tensors with a graph
+        return self.__dict__ | {"routing": None}
 
 
 def scale_gradient(tensor, factor):
@@ -363,18 +349,11 @@ class Groups:
 
 
 def split_parameters(module, groups=None):
-    """Return the names of split parameters, and their Groups. A layer may have several names.
-
-    Raise ValueError if they were split over other groups than `groups`.
-    """
+    """Return the names of split parameters, and their Groups. A layer may have several names."""
     names = []
     for path, child in module.named_modules(remove_duplicate=False):
         if isinstance(child, Experts) and child.groups:
-            if groups and groups.axes != child.groups.axes:
-                raise ValueError(
-                    f"the experts of {path} are split over other groups; pass the process_group "
-                    "and the edp_group that parallelize() got"
-                )
+            check_same_groups(path, child.groups, groups)
             groups = child.groups  # these know whether the loss is a sum
             names += dict(child.named_parameters(path))
     return names, groups
@@ -398,12 +377,12 @@ def parallelize(module, process_group=None, edp_group=None, loss="mean"):
     As with DDP, all ranks begin with the parameters and buffers of the first one. Move `module` to
     its device first. From the meta device, call to_empty() and load_full_state_dict() after this.
 
-    With loss="mean", the loss is the mean of the ranks' losses. Use loss="sum" if ranks have
-    unequal numbers of unmasked tokens. Then each rank divides the sum over its tokens by the number
-    of all ranks' unmasked tokens, and nothing here divides. Give each MoE the mask, too.
-
     If several process groups train together, `edp_group` has the ranks with this rank's experts:
     one of each process group, with the same number in it. fsdp.py may shard the experts over it.
+
+    Use loss="sum" if ranks have unequal numbers of unmasked tokens. Then each rank divides the sum
+    over its tokens by the number of all ranks' unmasked tokens, and nothing here divides. Give each
+    MoE the mask, too.
     """
     groups = Groups(process_group, edp_group, loss)
     layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
@@ -428,33 +407,31 @@ def average_gradients(module, process_group=None, edp_group=None):
     If no rank used a parameter, its gradient becomes zeros, and AdamW decays it.
     """
     split, groups = split_parameters(module, Groups(process_group, edp_group))
-    axes = list(zip(groups.axes, groups.divisors, strict=True))
-    buckets = {}  # {(whether of experts, dtype, number): gradients, about 32 MB}
-    sizes = Counter()  # {(whether of experts, dtype): bytes}
+    replicated = []  # gradients
+    of_experts = []
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
         if parameter.grad is None:  # unused here; all ranks must call the same collectives
             parameter.grad = torch.zeros_like(parameter)
         parameter.grad = parameter.grad.to_dense()  # that of nn.Embedding(sparse=True)
-        kind = (name in split, parameter.grad.dtype)
-        number = sizes[kind] // 2**25
-        buckets.setdefault((*kind, number), []).append(parameter.grad)
-        sizes[kind] += parameter.grad.nbytes
-    for (is_of_experts, *_), gradients in buckets.items():
-        # run_experts() has divided those of experts by N, so they need edp_group alone.
-        all_reduce_flat(gradients, axes[1:] if is_of_experts else axes)
+        gradients = of_experts if name in split else replicated
+        gradients.append(parameter.grad)
+    axes = list(zip(groups.axes, groups.divisors, strict=True))
+    average(replicated, axes)
+    average(of_experts, axes[1:])  # over edp_group: run_experts() has divided them by N
 
 
-def all_reduce_flat(gradients, axes):
-    """Replace the gradients by their means over these groups, with one collective for each."""
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
-    for group, divisor in axes:
-        flat /= divisor
-        dist.all_reduce(flat, group=group)
-    parts = flat.split([gradient.numel() for gradient in gradients])
-    for gradient, part in zip(gradients, parts, strict=True):
-        gradient.copy_(part.view_as(gradient))
+def average(gradients, axes):
+    """Replace the gradients by their means over these groups, in few collectives."""
+    for some in torch._utils._take_tensors(gradients, 2**25):  # of one dtype, up to 32 MB
+        flat = torch.cat([gradient.flatten() for gradient in some])
+        for group, divisor in axes:
+            flat /= divisor
+            dist.all_reduce(flat, group=group)
+        parts = flat.split([gradient.numel() for gradient in some])
+        for gradient, part in zip(some, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -477,21 +454,18 @@ def limit_slots(layer, expert, slots, counts):
     return slots, torch.full_like(counts, C), E * C
 
 
-def count_unmasked(chosen, masked, num_experts):
-    """As count_choices(), without the tokens that are masked."""
-    # Their choice becomes an expert that does not exist: this does not make the host wait.
-    counted = chosen.masked_fill(masked, num_experts)
-    counts = count_choices(counted, num_experts + 1)
-    return counts[:-1]
-
-
 def record_routing(layer, logits, chosen, mask):
-    """Keep the last forward's choices for balance_losses() and count_load()."""
+    """Keep the last forward's choices for balance_losses(), and count them for update_bias()."""
     if mask is None:
         mask = torch.ones_like(chosen[:, 0])
     masked = mask.reshape(-1, 1) == 0
-    layer.routing = (logits, chosen, masked)
+    # Masked tokens choose an expert that does not exist: this does not make the host wait.
+    counted = chosen.masked_fill(masked, layer.num_experts)
+    counts = count_choices(counted, layer.num_experts + 1)[:-1]
+    layer.routing = (logits, counts, masked)
     layer.total = None
+    if layer.training:
+        layer.load = layer.load + counts
     if logits.requires_grad:
         references = map(weakref.ref, (layer, logits))
         logits.register_hook(partial(forget_graph, *references))
@@ -519,11 +493,10 @@ def balance_losses(layer):
     aux_loss = E Σ f P (Fedus et al., §2.2): f is an expert's share of all choices, and P is its
     mean probability. Only P has a gradient.
     """
-    logits, chosen, masked = layer.routing
-    if logits is None:
+    if layer.routing is None:
         return None, None
+    logits, counts, masked = layer.routing
     E = layer.num_experts
-    counts = count_unmasked(chosen, masked, E)
     probabilities = logits.softmax(-1).masked_fill(masked, 0)
     z = logits.logsumexp(-1, keepdim=True).square()
     z = z.masked_fill(masked, 0)
@@ -541,12 +514,6 @@ def balance_losses(layer):
     f, P, z_loss = means.split([E, E, 1])
     aux_loss = E / layer.top_k * (f * P).sum()
     return aux_loss, z_loss.squeeze()
-
-
-def count_load(layer):
-    if layer.training:
-        _, chosen, masked = layer.routing
-        layer.load = layer.load + count_unmasked(chosen, masked, layer.num_experts)
 
 
 def sum_over_ranks(tensor, groups):
@@ -633,6 +600,14 @@ def check_groups(groups, loss):
         )
     if loss not in ("mean", "sum"):
         raise ValueError(f"loss={loss!r}; give mean or sum")
+
+
+def check_same_groups(path, groups, asked):
+    if asked and asked.axes != groups.axes:
+        raise ValueError(
+            f"the experts of {path} are split over other groups; pass the process_group and the "
+            "edp_group that parallelize() got"
+        )
 
 
 def check_capacity_factor(factor):
