@@ -19,12 +19,7 @@ at most p micro-batches. Three more schedules:
     naive              One micro-batch goes through all stages and back, then another.
     interleaved_1f1b   Each rank has v smaller stages: stage s is on rank s mod p. So filling the
                        pipeline takes 1/v of the time.
-    zero_bubble        B is split into W, the gradients of linear layers' weights, and I, all
-                       others. The previous rank waits only for I, so W can run in the bubble:
-
-                       F0F1F2    I0W0F3I1W1I2W2I3W3
-                         F0F1  I0F2I1W0F3I2W1I3W2W3
-                           F0I0F1I1F2I2W0F3I3W1W2W3
+    zero_bubble        B is split in two. One half can wait, and run in the bubble (section 4).
 
 A rank holds Ψ/p of Ψ parameters. If micro-batches have b samples of s tokens of h features, an
 inner rank sends 2·m·bsh elements per step (interleaved: 2·v·m·bsh). The first and the last rank
@@ -37,10 +32,11 @@ send m·bsh less.
     interleaved_1f1b   (p-1)/(vm+p-1)      more than 1f1b
     zero_bubble        (p-1)/(3m+p-1)      min(p, m)
 
-The last two are for m ≥ p, and zero_bubble's for equally long F, I and W.
+The last two are for m ≥ p, and zero_bubble's for equally long F and halves of B.
 
-Read section 1 for the idea (13 minutes), to section 4 for the technique (58), and the rest to use
-it as a library (86).
+Read section 1 for the idea (13 minutes), to section 3 for the technique (58), and the rest to use
+it as a library (86). Sections 2 and 3 have 1F1B and interleaving. Section 4, zero bubble, is a
+refinement.
 
 Run:      torchrun --nproc-per-node 2 pipeline.py --schedule zero_bubble
           --idea trains with section 1 alone, which is GPipe
@@ -119,89 +115,66 @@ def gpipe_step(stage, micro_batches, loss_fn, like, group=None):
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. Schedules: a list of actions for each rank. 1F1B and the others have the same actions as GPipe,
-#    in another order. Users see actions as strings, as in PyTorch: "2F0" is the forward of stage 2
-#    on micro-batch 0.
-
-SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
+# 2. Schedules. All have GPipe's actions, in another order.
 
 
 class Action(NamedTuple):
     stage: int
-    kind: str  # F: forward, B: whole backward, I: backward for the input, W: for the weights
+    kind: str  # F: forward, B: backward. Section 4 splits B into I and W.
     micro_batch: int
 
-    def __repr__(self):  # str() calls it, too
+    def __repr__(self):  # as in PyTorch: 2F0 is the forward of stage 2 on micro-batch 0
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
 
-# build_schedule() makes a table for each rank, with a row for each kind of action. The rank runs it
-# column by column, from top to bottom. This is the table of rank 0 for interleaved_1f1b with p = 3,
-# v = 2 and m = 6. The rank has stages 0 and 3.
+# 1F1B begins with some forwards, the warmup. Then forwards and backwards take turns until one of
+# them runs out. For example, the schedules of rank 0 of 3. "|" is the end of the warmup:
 #
-# column  0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18
-#   F     0F0 0F1 0F2 3F0 3F1 3F2 0F3 0F4 0F5 3F3 3F4 3F5
-#   B                                 3B0 3B1 3B2 0B0 0B1 0B2 3B3 3B4 3B5 0B3 0B4 0B5
+#   gpipe, m = 4        0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3
+#   1f1b, m = 4         0F0 0F1 | 0F2 0B0 0F3 0B1 0B2 0B3
+#   interleaved_1f1b    0F0 0F1 0F2 3F0 3F1 3F2 0F3 | 0F4 3B0 0F5 3B1 3F3 3B2 3F4 0B0 3F5 0B1 0B2
+#   m = 6, v = 2        3B3 3B4 3B5 0B3 0B4 0B5
 #
-# Rounds have p micro-batches: here 0 1 2 and 3 4 5. All stages of the rank run a round before the
-# next round begins.
-#
-# These are the tables for zero_bubble with p = 3, v = 1 and m = 4:
-#
-#         rank 0                     rank 1                     rank 2
-# column  0   1   2   3   4   5      0   1   2   3   4   5      0   1   2   3   4   5
-#   F     0F0 0F1 0F2 0F3            1F0 1F1 1F2 1F3            2F0 2F1 2F2 2F3
-#   I             0I0 0I1 0I2 0I3        1I0 1I1 1I2 1I3        2I0 2I1 2I2 2I3
-#   W             0W0 0W1 0W2 0W3            1W0 1W1 1W2 1W3            2W0 2W1 2W2 2W3
+# Interleaved, this rank has stages 0 and 3. Micro-batches go in rounds of p, here 0 1 2 and 3 4 5.
+# All stages of the rank run a round before the next round begins.
 
 
-def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
-    """Return a list of actions, as strings, for each rank. Stage s is on rank s % num_ranks."""
-    p, m, v = num_ranks, num_microbatches, stages_per_rank
-    if name not in SCHEDULES or min(p, m, v) < 1:
-        raise ValueError(f"build_schedule{name, p, m, v}: name one of {SCHEDULES}, numbers > 0")
-    # p micro-batches each. Some have more if p does not divide m. If m < p, there is one, of m.
-    rounds = torch.arange(m).tensor_split(max(1, m // p))
-    # In which column does the first backward come? After those for the first round on all stages of
-    # the rank but the last, and after one for each later rank, because micro-batch 0 goes through
-    # these. Interleaved: two, so that a message has the time of one action to travel.
-    on_other_stages = (v - 1) * len(rounds[0])
-    per_later_rank = 2 if name == "interleaved_1f1b" else 1
-    schedule = []
-    for rank in range(p):
-        # for interleaved_1f1b above, on rank 0: column 3 + 2 * 2 = 7
-        first_backward = on_other_stages + per_later_rank * (p - 1 - rank)
-        if name == "gpipe":
-            first_backward = m * v
-        first_column = {"F": 0, "B": first_backward}
-        if name == "zero_bubble":
-            # Rank 0 begins with I in column p - 1. All ranks begin with W there, so each keeps p
-            # micro-batches, as rank 0 of 1F1B does. On later ranks I, which others wait for, is
-            # ahead of W.
-            first_column = {"F": 0, "I": first_backward, "W": on_other_stages + p - 1}
-        stages = range(rank, p * v, p)
-        rows = []
-        for kind, first in first_column.items():
-            rows.append([None] * first + make_row(kind, stages, rounds))
-        columns = itertools.zip_longest(*rows)
-        actions = [action for column in columns for action in column if action]
-        if name == "naive":
-            # stable: all actions of micro-batch 0, in their order, then those of 1
-            actions.sort(key=lambda action: action.micro_batch)
-        schedule.append(list(map(str, actions)))
-    return schedule
-
-
-def make_row(kind, stages, rounds):
-    row = []
+def schedule_of_rank(name, rank, p, m, v):
+    """Return the list of a rank's actions, for p ranks, m micro-batches and v stages a rank."""
+    stages = range(rank, p * v, p)
+    # Some rounds have more than p micro-batches if p does not divide m. If m < p, one round has m.
+    rounds = [each.tolist() for each in torch.arange(m).tensor_split(max(1, m // p))]
+    forwards = []
+    backwards = []
     for micro_batches in rounds:
-        for stage in stages if kind == "F" else stages[::-1]:
-            row += [Action(stage, kind, i) for i in micro_batches.tolist()]
-    return row
+        forwards += [Action(stage, "F", i) for stage in stages for i in micro_batches]
+        backwards += [Action(stage, "B", i) for stage in stages[::-1] for i in micro_batches]
+    if name == "gpipe":
+        return forwards + backwards
+    if name == "naive":
+        return sorted(forwards + backwards, key=lambda action: action.micro_batch)  # stable
+    # The first backward is that of the rank's last stage for micro-batch 0. Before it, the first
+    # round goes through the rank's other stages. Then micro-batch 0 goes through the later ranks
+    # and comes back. For each later rank, this rank runs one more forward. Interleaved, it runs
+    # two, so that a message has the time of one action to travel. So rank 0 above runs 2, or 3 + 4.
+    per_later_rank = 2 if name == "interleaved_1f1b" else 1
+    warmup = (v - 1) * len(rounds[0]) + per_later_rank * (p - 1 - rank)
+    turns = itertools.zip_longest(forwards[warmup:], backwards)
+    return forwards[:warmup] + [action for turn in turns for action in turn if action]
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. The pipeline, for schedules without I and W. Its methods come in the order in which they run.
+# 3. The pipeline runs any schedule of F and B. Its methods come in the order in which they run.
+#
+# A message is {index: tensor}. F takes the inputs of its stage, and gives its outputs to F of the
+# next stage. B takes the gradients of the outputs, and gives those of the inputs to B of the
+# previous stage. The life of the message from 0F0, on rank 0, to 1F0, on rank 1:
+#
+#   rank 0      run(0F0) gives it
+#   all ranks   _transfer(): rank 0 copies it, and starts isend
+#                            rank 1 allocates it, starts irecv, and puts it in its _inbox
+#   rank 1      _take(1F0) waits for irecv
+#   rank 1      run(1F0) takes it
 
 
 def as_tensors(value):
@@ -212,54 +185,20 @@ def as_tensors(value):
 
 
 def detached(tensor, device, copy=False):
-    """Return the tensor on a device, without its graph. It still requires a gradient, if it did.
-
-    A copy has no gaps. It has the strides of the tensor, if that has no gaps.
-    """
+    """Return the tensor on a device, without its graph. It still requires a gradient, if it did."""
     moved = tensor.detach().to(device, copy=copy)
     return moved.requires_grad_(tensor.requires_grad)
 
 
-# A message is {index: tensor}. F takes the inputs of its stage, and B the gradients of its outputs.
-# A message has the name of the action that takes it: 1F0 gives 2F0, and 1B0 gives 0B0. The messages
-# of I are named B, too. W takes and gives nothing.
-
-
-def taken_by(action):
-    """Return the name of the message that an action takes."""
-    return action._replace(kind="B") if action.kind == "I" else action
-
-
-def given_by(action):
-    """Return the name of the message that an action gives."""
-    stage, kind, i = action
-    if kind == "F":
-        return Action(stage + 1, "F", i)
-    if kind == "W":
-        return Action(None, "W", i)  # a name that no rank waits for: W gives nothing
-    return Action(stage - 1, "B", i)
-
-
-# The life of the message 1F0, from stage 0 on rank 0 to stage 1 on rank 1:
-#
-#   rank 0      run(0F0) gives it
-#   all ranks   _transfer(): rank 0 copies it, and starts isend
-#                            rank 1 allocates it, starts irecv, and puts it in its _inbox
-#   rank 1      _take(1F0) waits for irecv, and detaches the tensors
-#   rank 1      run(1F0) takes it
-
-
 class BasicPipeline(nn.Module):
-    """Runs this rank's stages in the order of any schedule without I and W.
+    """Runs this rank's stages in the order of any schedule of F and B.
 
     stages: a module, or the list of this rank's modules in stage order. One returns a tensor, or a
         tuple of tensors, the arguments of the next stage.
-    schedule: a name for build_schedule, or a list of actions for each rank.
+    schedule: a name such as "1f1b", or a list of actions for each rank.
     num_microbatches: torch.chunk splits the batch along dimension 0.
     loss_fn(output, target): the mean loss of a micro-batch.
     """
-
-    kinds = "FB"  # of the actions that the class runs
 
     def __init__(self, stages, schedule, num_microbatches, loss_fn, process_group=None):
         super().__init__()
@@ -269,24 +208,19 @@ class BasicPipeline(nn.Module):
         self.loss_fn = loss_fn
         self._group = process_group
         self._rank = dist.get_rank(process_group)
-        # Section 6: a list of each rank's actions, and one of all actions, sorted by the time at
-        # which they end in a simulation.
-        self.schedule, self._order = self._read_schedule(schedule, stages)
-        check_kinds(self._order, self.kinds)
+        # schedule: the list of each rank's actions. _takers: all ranks' actions, in the order in
+        # which a simulation ends them. Each has the action that takes its message, or None:
+        # {0F0: 1F0, 1F0: 2F0, …, 0B0: None}.
+        self.schedule, self._takers = self._read_schedule(schedule, stages)
         ranks = enumerate(self.schedule)
         self._rank_of = {action.stage: rank for rank, actions in ranks for action in actions}
         self._last_stage = max(self._rank_of)
-        self._own = self.schedule[self._rank]  # this rank's actions
-        numbers = sorted({action.stage for action in self._own})
-        names = map(str, numbers)
-        self.stages = nn.ModuleDict(zip(names, stages, strict=True))
-        # (are gradients enabled?, name of a message) -> how to allocate its tensors
-        self._metadata = {}
-        self._sends = collections.deque()  # (message, works to wait for)
+        numbers = sorted({action.stage for action in self.schedule[self._rank]})
+        self.stages = nn.ModuleDict(zip(map(str, numbers), stages, strict=True))
+        self._metadata = {}  # for _share_metadata()
+        self._sends = collections.deque()  # (message, works to wait for), the oldest first
         # Gloo sends from the host's memory, NCCL from the GPU's.
         self.device, self._send_device = self._find_devices()
-        # All ranks must join the first call to an NCCL group. A transfer has only two.
-        dist.all_reduce(torch.zeros(1, device=self._send_device), group=process_group)
 
     def step(self, inputs=None, targets=None):
         """Forward and backward of a batch. Under torch.no_grad() only the forward.
@@ -294,29 +228,25 @@ class BasicPipeline(nn.Module):
         The rank of the first stage reads inputs, a tensor or a tuple of tensors. The rank of the
         last stage reads targets, a tensor, and returns the loss.
         """
-        check_grad_mode(self._group, self._send_device)
+        check_grad_mode(self._group, self._send_device)  # the same on all ranks
         self._start(inputs, targets)
         # Ranks must start their transfers in one order, or NCCL hangs. So each rank walks through
-        # the actions of all ranks, and runs its own. At another rank's action, the receiver of its
-        # message posts the receive. _take() waits for the message before the action that needs it.
-        for action in self._order:
+        # the actions of all ranks, and runs its own. At another rank's action, _transfer() posts
+        # the receive if the message is for this rank.
+        for action, taker in self._takers.items():
             if action.kind != "F" and not torch.is_grad_enabled():
                 continue
-            name = given_by(action)
-            source = self._rank_of[action.stage]
-            destination = self._rank_of.get(name.stage)  # None: no stage takes it
             message = {}
-            if source == self._rank:
-                message = self.run(action, self._take(taken_by(action)))
-                if destination == source:  # both stages are on this rank
-                    self._inbox[name] = message, []
-            if destination not in (source, None):
-                self._transfer(name, message, source, destination)
+            if self._rank_of[action.stage] == self._rank:
+                message = self.run(action, self._take(action))
+            if taker:
+                self._transfer(message, action, taker)
         self._wait_for_sends(at_most=0)
         return torch.stack(self._losses).sum() if self._losses else None
 
     def _start(self, inputs, targets):
-        self._inbox = {}  # name of a message -> (message, works to wait for until it is complete)
+        """Cut the batch into micro-batches. The first stage finds its inputs in the inbox."""
+        self._inbox = {}  # action -> (the message that it takes, works to wait for)
         self._activations = {}  # (stage, micro-batch) -> (inputs, outputs) of F, for B
         self._losses = []  # what each micro-batch adds to the loss
         m = self.num_microbatches
@@ -331,9 +261,9 @@ class BasicPipeline(nn.Module):
             check_batch("targets", [targets], m)
             self._targets = targets.chunk(m)
 
-    def _take(self, name):
-        """Wait for a message. Return it as leaves, at which the backward of a stage stops."""
-        message, works = self._inbox.pop(name, ({}, []))  # none: the last stage's B, and W
+    def _take(self, action):
+        """Return the message that an action takes, as leaves, at which a stage's backward stops."""
+        message, works = self._inbox.pop(action, ({}, []))  # B of the last stage takes nothing
         for work in works:
             work.wait()
         return {index: detached(tensor, self.device) for index, tensor in message.items()}
@@ -359,8 +289,8 @@ class BasicPipeline(nn.Module):
 
     def _share_of_loss(self, loss, i):
         """Return what micro-batch i adds: its loss, weighted by its share of the samples."""
-        sizes = [len(target) for target in self._targets]
-        return loss * (sizes[i] / sum(sizes))
+        num_samples = sum(map(len, self._targets))
+        return loss * (len(self._targets[i]) / num_samples)
 
     def _backward(self, stage, i, gradients):
         inputs, outputs = self._activations.pop((stage, i))
@@ -370,14 +300,18 @@ class BasicPipeline(nn.Module):
         torch.autograd.backward(used, [*gradients.values()])
         return {index: x.grad for index, x in inputs.items() if x.grad is not None}
 
-    def _transfer(self, name, message, source, destination):
-        """Start to send a message, or to receive it."""
+    def _transfer(self, message, action, taker):
+        """Start to send an action's message to its taker's rank, or to receive it there."""
+        source = self._rank_of[action.stage]
+        destination = self._rank_of[taker.stage]
+        if source == destination:
+            self._inbox[taker] = message, []
+            return
         device = self._send_device
-        # The next actions may change the tensors.
+        # Copies, because the next actions may change the tensors. Copies have no gaps in memory.
         copies = {index: detached(each, device, copy=True) for index, each in message.items()}
-        # How to allocate the tensors. In the first step with gradients, and in the first without,
-        # the source broadcasts this. So all ranks come here.
-        metadata = self._share_metadata(name, copies, source)
+        # In the first step, the source tells all ranks how to allocate such tensors.
+        metadata = self._share_metadata(taker, copies, source)
         if source == self._rank:
             works = self._start_all(dist.isend, copies, destination)
             self._sends.append((copies, works))
@@ -387,19 +321,18 @@ class BasicPipeline(nn.Module):
                 index: torch.empty_strided(**how, device=device) for index, how in metadata.items()
             }
             works = self._start_all(dist.irecv, empty, source)
-            self._inbox[name] = empty, works
+            self._inbox[taker] = empty, works
 
     def _start_all(self, operation, message, peer):
-        """Start to send or to receive dense tensors. Return the works to wait for."""
+        """Start to send or to receive each tensor. Return the works to wait for."""
         works = []
         for tensor in message.values():
-            # Transfers want contiguous tensors. Seen as a vector, any dense tensor is contiguous.
+            # Transfers want contiguous tensors. Seen as a vector, any tensor without gaps is.
             vector = tensor.detach().as_strided([tensor.numel()], [1])
             works.append(start_transfer(operation, vector, peer, self._group))
         return works
 
     def _wait_for_sends(self, at_most):
-        """Wait for the oldest sends until at most `at_most` are left."""
         while len(self._sends) > at_most:
             _, works = self._sends.popleft()
             for work in works:
@@ -407,29 +340,56 @@ class BasicPipeline(nn.Module):
 
     # The next three hand on to sections 5 and 6.
 
-    def _share_metadata(self, name, message, source):
-        return share_metadata(self, name, message, source)
+    kinds = ("FB",)  # F, then B, for each stage and micro-batch. Others are refused.
+
+    def _read_schedule(self, schedule, stages):
+        return read_schedule(self, schedule, stages)
+
+    def _share_metadata(self, taker, message, source):
+        return share_metadata(self, taker, message, source)
 
     def _find_devices(self):
         return find_devices(self.stages, self._group)
 
-    def _read_schedule(self, schedule, stages):
-        return read_schedule(schedule, self.num_microbatches, stages, self._group)
-
 
 # --------------------------------------------------------------------------------------------------
 # 4. Zero bubble: B in two parts. W computes the gradients of linear layers' weights, I all others.
+#
+# The previous rank waits only for I, so W can run in the bubble. With p = 3 and m = 4:
+#
+#   rank 0   F0F1F2    I0W0F3I1W1I2W2I3W3
+#   rank 1     F0F1  I0F2I1W0F3I2W1I3W2W3
+#   rank 2       F0I0F1I1F2I2W0F3I3W1W2W3
+
+
+def split_backwards(actions, rank):
+    """Split each B of 1F1B. Its W waits until `rank` later I have run.
+
+    So each rank keeps as many micro-batches as rank 0 of 1F1B does.
+    """
+    split = []
+    waiting = []
+    for action in actions:
+        if action.kind == "F":
+            split.append(action)
+            continue
+        split.append(action._replace(kind="I"))
+        waiting.append(action._replace(kind="W"))
+        if len(waiting) > rank:
+            split.append(waiting.pop(0))
+    return split + waiting
 
 
 class ZeroBubblePipeline(BasicPipeline):
     """Runs I and W, too. The arguments are those of BasicPipeline."""
 
-    kinds = "FBIW"
+    kinds = ("FB", "FIW")
 
     def _start(self, *batch):
         super()._start(*batch)
         # (stage, micro-batch) -> what I leaves to W. Micro-batches with a whole B are not in it.
-        self._left_to_w = {(stage, i): [] for stage, kind, i in self._own if kind == "W"}
+        own = self.schedule[self._rank]
+        self._left_to_w = {(stage, i): [] for stage, kind, i in own if kind == "W"}
         self._weights = set(self.parameters())  # W computes gradients of these only
 
     def run(self, action, message):
@@ -559,7 +519,8 @@ class Pipeline(ZeroBubblePipeline):
         self._num_backwards = collections.Counter()  # stage -> how many have begun
         self._input_gradients = {}  # micro-batch -> what B of stage 0 gives
         loss = super().step(inputs, targets)
-        backward_inputs(inputs, self._input_gradients)
+        if self._input_gradients:
+            backward_inputs(as_tensors(inputs), self._input_gradients)
         return loss
 
     def _share_of_loss(self, loss, i):
@@ -586,15 +547,14 @@ def backward_inputs(inputs, parts):
 
     parts: micro-batch -> {index of an input: gradient}
     """
-    m = len(parts)
-    gradients = {}  # index of an input -> gradient
+    chunks = [tensor.chunk(len(parts)) for tensor in inputs]
+    roots = []
+    gradients = []
     for i, part in parts.items():
         for index, gradient in part.items():
-            zeros = torch.zeros_like(as_tensors(inputs)[index])  # if a micro-batch does not use it
-            whole = gradients.setdefault(index, zeros)
-            whole.chunk(m)[i].copy_(gradient)
-    roots = [as_tensors(inputs)[index] for index in gradients]
-    torch.autograd.backward(roots, [*gradients.values()])
+            roots.append(chunks[index][i])
+            gradients.append(gradient.to(inputs[index].device))
+    torch.autograd.backward(roots, gradients)
 
 
 USED = -1  # the index, in a message of gradients, of flags: which of the inputs were used
@@ -605,10 +565,10 @@ def with_unused(gradients, inputs):
 
     A stage may use an input for some micro-batches only, but the receiver has to know what comes.
     """
-    needed = {index: x for index, x in inputs.items() if x.requires_grad}
+    needed = [index for index, x in inputs.items() if x.requires_grad]
     if len(needed) < 2:
         return gradients
-    zeros = {index: torch.zeros_like(x) for index, x in needed.items()}
+    zeros = {index: torch.zeros_like(inputs[index]) for index in needed}
     flags = torch.tensor([index in gradients for index in needed])
     return zeros | gradients | {USED: flags}
 
@@ -618,11 +578,11 @@ def without_unused(message):
     flags = message.pop(USED, None)
     if flags is None:
         return message
-    pairs = zip(message.items(), flags.tolist(), strict=True)  # on a GPU, the host waits for it
-    return {index: gradient for (index, gradient), is_used in pairs if is_used}
+    used = flags.tolist()  # on a GPU, the host waits for it
+    return dict(itertools.compress(message.items(), used))
 
 
-def share_metadata(pipeline, name, message, source):
+def share_metadata(pipeline, taker, message, source):
     """Return how to allocate the tensors of a message: {index: arguments of empty_strided()}.
 
     In the first step of each grad mode, the source broadcasts this. All ranks keep it.
@@ -636,15 +596,15 @@ def share_metadata(pipeline, name, message, source):
         }
         for index, tensor in message.items()
     }
-    mode_and_name = torch.is_grad_enabled(), name
+    key = torch.is_grad_enabled(), taker
     known = pipeline._metadata
-    if mode_and_name not in known:
+    if key not in known:
         shared = [metadata]
         dist.broadcast_object_list(shared, group_src=source, group=pipeline._group)
-        known[mode_and_name] = shared[0]
+        known[key] = shared[0]
     if pipeline._rank == source:
-        check_metadata(name, metadata, known[mode_and_name])
-    return known[mode_and_name]
+        check_metadata(taker, metadata, known[key])
+    return known[key]
 
 
 def find_devices(stages, group):
@@ -657,7 +617,10 @@ def find_devices(stages, group):
     types = [None] * dist.get_world_size(group)
     dist.all_gather_object(types, device.type if device else "", group=group)
     device = device or torch.device(max(types) or "cpu")
-    return device, device_to_send_from(device, group)
+    send_device = device_to_send_from(device, group)
+    # All ranks must join the first call to an NCCL group. A transfer has only two.
+    dist.all_reduce(torch.zeros(1, device=send_device), group=group)
+    return device, send_device
 
 
 def device_to_send_from(device, group):
@@ -671,22 +634,55 @@ def device_to_send_from(device, group):
 
 
 # --------------------------------------------------------------------------------------------------
-# 6. Schedules: what they cost, and PyTorch's CSV files.
+# 6. Schedules: their names, what they cost, and PyTorch's CSV files.
 
 
-def read_schedule(schedule, num_microbatches, stages, group):
-    """Return each rank's actions; and all actions, sorted by when they end."""
-    m = num_microbatches
+SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
+
+
+def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
+    """Return a list of actions, as strings, for each rank. Stage s is on rank s % num_ranks."""
+    p, m, v = num_ranks, num_microbatches, stages_per_rank
+    if name not in SCHEDULES or min(p, m, v) < 1:
+        raise ValueError(f"build_schedule{name, p, m, v}: name one of {SCHEDULES}, numbers > 0")
+    schedule = []
+    for rank in range(p):
+        actions = schedule_of_rank(name, rank, p, m, v)
+        if name == "zero_bubble":
+            actions = split_backwards(actions, rank)
+        schedule.append(list(map(str, actions)))
+    return schedule
+
+
+def read_schedule(pipeline, schedule, stages):
+    """Return the actions of each rank, and {action: its taker, or None} in the order of time."""
+    m = pipeline.num_microbatches
+    group = pipeline._group
     is_name = isinstance(schedule, str)
     facts = [schedule, m, len(stages) if is_name else "any"]
     check_same_on_all_ranks("schedule, micro-batches and stages", facts, group)
     if is_name:
         schedule = build_schedule(schedule, dist.get_world_size(group), m, len(stages))
     schedule = list(map(parse, schedule))
-    check_schedule(schedule)
+    check_schedule(schedule, pipeline.kinds)
     check_stages(schedule, m, stages, group)
+    takers = find_takers(schedule)
     ends = end_times(schedule, COST)
-    return schedule, sorted(ends, key=ends.get)
+    return schedule, {action: takers.get(action) for action in sorted(ends, key=ends.get)}
+
+
+def find_takers(schedule):
+    """Return {action: the one that takes the message that it gives}."""
+    find = {}  # (stage, is it F?, micro-batch) -> the action that takes the message
+    for action in itertools.chain(*schedule):
+        if action.kind != "W":  # W takes and gives nothing. I takes and gives what B does.
+            find[action.stage, action.kind == "F", action.micro_batch] = action
+    takers = {}
+    for (stage, is_forward, i), action in find.items():
+        name = stage + (1 if is_forward else -1), is_forward, i
+        if name in find:
+            takers[action] = find[name]
+    return takers
 
 
 def parse(cells):
@@ -704,12 +700,12 @@ COST = {"F": 1, "B": 2, "I": 1, "W": 1}  # time, in forwards
 
 def end_times(schedule, cost):
     """Return {action: when it ends}, if each starts as soon as it can. Transfers take no time."""
-    giver = {given_by(action): action for action in itertools.chain(*schedule)}  # of each message
     before = {}  # action -> its rank's previous action, and the giver of its message
     for actions in schedule:
         for previous, action in itertools.pairwise([None, *actions]):
-            both = previous, giver.get(taken_by(action))  # or None
-            before[action] = [each for each in both if each]
+            before[action] = [previous] if previous else []
+    for action, taker in find_takers(schedule).items():
+        before[taker].append(action)
     ends = {}
     try:
         for action in graphlib.TopologicalSorter(before).static_order():
@@ -791,8 +787,8 @@ def check_same_on_all_ranks(what, facts, process_group=None):
             )
 
 
-def check_schedule(schedule):
-    """Raise ValueError unless all stages run all micro-batches: F and then B, or F, I and W."""
+def check_schedule(schedule, allowed=("FB", "FIW")):
+    """Raise ValueError unless all stages run all micro-batches, by actions of `allowed` kinds."""
     rank_of = {}
     kinds = collections.defaultdict(str)  # (stage, micro-batch) -> the kinds of its actions
     for rank, actions in enumerate(schedule):
@@ -803,17 +799,12 @@ def check_schedule(schedule):
     m = len({i for _, i in kinds})
     stages = range(len(rank_of))
     for stage, i in itertools.product(stages, range(m)):
-        if kinds[stage, i] not in ("FB", "FIW"):
+        if kinds[stage, i] not in allowed:
             raise ValueError(
                 f"the schedule runs {kinds[stage, i] or 'nothing'} of stage {stage} for "
-                f"micro-batch {i}; each stage from 0 on must run F B or F I W for each from 0 on"
+                f"micro-batch {i}; each stage from 0 on must run {' or '.join(allowed)} for each "
+                "from 0 on (BasicPipeline only FB: use Pipeline)"
             )
-
-
-def check_kinds(actions, kinds):
-    for action in actions:
-        if action.kind not in kinds:
-            raise ValueError(f"this class runs {' and '.join(kinds)}, not {action}; use Pipeline")
 
 
 def check_stages(schedule, num_microbatches, stages, group):

@@ -278,16 +278,19 @@ def test_any_schedule_trains_as_one_device(make, name):
     assert F.linear is pipeline.linear
 
 
-TECHNIQUE = {"1f1b": pipeline.BasicPipeline, "zero_bubble": pipeline.ZeroBubblePipeline}
+CLASSES = {
+    **dict.fromkeys(["naive", "gpipe", "1f1b", "interleaved_1f1b"], pipeline.BasicPipeline),
+    "zero_bubble": pipeline.ZeroBubblePipeline,
+}
 
 
-@pytest.mark.parametrize("name", TECHNIQUE)
+@pytest.mark.parametrize("name", CLASSES)
 @pool.on(1, 3)
 def test_the_technique_alone_trains_as_one_device(name):
-    run = Run(Layer, name, 4)
-    run.ours = TECHNIQUE[name](run.stages, name, 4, loss_fn, pool.group())
+    run = make_run(Layer, name, 6)
+    run.ours = CLASSES[name](run.stages, name, 6, loss_fn, pool.group())
     for step in range(2):
-        inputs, targets = make_batch(step, 8)
+        inputs, targets = make_batch(step, 11)
         loss = run.ours.step(inputs, targets)
         run.compare(loss, [inputs], targets)
 
