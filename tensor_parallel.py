@@ -29,22 +29,20 @@ outputs of A or the inputs of B: 3h for qkv, h for proj, and 4h for the MLP.
     weight_shard, bias        (h, size/t), (h)                             row layer, B
     logits_shard              (s, b, V/t)        this rank's columns
 
-Cost per rank, of a layer, for micro-batch b and a heads:
+Cost per rank, of a layer, for micro-batch b and a heads. Activations are in bytes, for 16 bits
+(Korthikanti et al., §4):
 
-                            sent, × (t-1)/t    activations
-    one device              0                  sbh (34 + 5as/h)
-    tensor parallel         8bsh               sbh (10 + 24/t + 5as/(ht))
-    and sequence parallel   10bsh + 12h        sbh (34 + 5as/h) / t
+                            elements sent, × (t-1)/t    activations
+    one device              0                           sbh (34 + 5as/h)
+    tensor parallel         8bsh                        sbh (10 + 24/t + 5as/(ht))
+    and sequence parallel   10bsh + 12h                 sbh (34 + 5as/h) / t
 
-"sent" is in elements per micro-batch. Each of the two pairs sends
-    4bsh    two all-reduces of bsh, each of which sends 2bsh
-    5bsh    with sequence parallelism: a gather and a reduce-scatter in forward (2), the same in
-            backward (2), and X gathered again in backward (1), so that X need not be kept
-12h is an all-reduce of 6h gradients, of two norms and of proj's and linear2's biases, which every
-rank keeps whole. Outside of layers, the embedding and the head send 2bsh each, or 3bsh with
-sequence parallelism (the embedding: an all-reduce, and a gather in backward), and the loss sends
-6bs. "activations" is in bytes, for 16 bits (Korthikanti et al., §4). Of these, 5as²b (divided by
-t) are scores, which fused attention does not keep.
+An all-reduce of bsh sends 2bsh, and a pair has two of them. With sequence parallelism it has five
+gathers and reduce-scatters, which send bsh each: two in forward, and three in backward, where X is
+gathered again so that it need not be kept. 12h is an all-reduce of 6h gradients, those of two norms
+and of proj's and linear2's biases. Embedding and head send 2bsh each, or 3bsh with sequence
+parallelism, and the loss sends 6bs. 5as²b bytes of activations (divided by t) are scores, which
+fused attention does not keep.
 
 Read section 1 for the idea (12 minutes), to section 4 for the technique (33), and the rest to use
 it as a library (79).
@@ -223,7 +221,6 @@ def scatter_to_sequence(x, process_group=None):
 
 def own_part(x, process_group):
     world_size = dist.get_world_size(process_group)
-    # scatter_to_region(), in section 6, moves features to dimension 0.
     check_divides("positions or features", len(x), world_size)
     parts = x.chunk(world_size)
     return parts[dist.get_rank(process_group)].clone()  # a view would keep the whole x in memory
@@ -231,70 +228,46 @@ def own_part(x, process_group):
 
 # --------------------------------------------------------------------------------------------------
 # 3. The layers: how the parameters of a plain layer are cut, and a column layer that computes while
-# it sends.
+# it sends. As above, x is the whole, x_part is this rank's positions, and x_shard and y_shard are
+# this rank's features.
 
 
 class ParallelLayer(nn.Module):
     """A plain layer whose parameters are this rank's shards, under their old names.
 
-    from_full() copies the plain layer and gives the copy this class. It calls split() to plan the
-    cut, and puts into each parameter in split_dims what shard() returns:
+        ColumnParallelLinear.from_full(linear)          a copy of an nn.Linear, of this class
+        ColumnParallelLinear.from_full(qkv, stack=3)    of three stacked matrices: q, k and v
 
-        ColumnParallelLinear.from_full(qkv, stack=3)    3 stacked matrices: q, k and v
-        RowParallelLinear.from_full(proj)
+    For each parameter in split_dims the copy has what shard() returns. The library (section 6) sets
 
-    The other options are those of split_layer() in section 6.
+        process_group, rank, world_size
+        sequence_parallel    whether the pair begins and ends with x_part
+        sizes                of the stacked matrices, for example [4, 4, 4]; else of the one matrix
     """
 
     split_dims = {}  # parameter: the dimension that is cut; every rank has the others whole
-    # Whether the weight is (inputs, outputs), as in transformers' Conv1D. split_layer() sets this,
-    # and exchanges the weight's 0 and 1 in split_dims.
-    is_transposed = False
 
     @classmethod
     def from_full(cls, plain, **options):
         return shards_of(plain, cls, **options)
 
-    def split(self, matrices, pad=False, process_group=None, sequence_parallel=False):
-        """Plan the cut. `matrices` are the sizes of the stacked matrices, which are cut one by one.
+    def shard(self, name, whole):
+        """Return this rank's part of each matrix, so that it has the same heads of q, k and v:
 
-        With 12 outputs and 2 ranks, qkv has the matrices [4, 4, 4] and the part_sizes [2, 2, 2]. So
-        a rank has the same heads of q, k and v:
-
-            whole     q q q q   k k k k   v v v v
-            rank 0    q q       k k       v v
-            rank 1        q q       k k       v v
-
-        Any other layer has one matrix. With `pad` its size need not be divisible by t: rows of
-        zeros are added.
+        whole     q q q q   k k k k   v v v v
+        rank 0    q q       k k       v v
+        rank 1        q q       k k       v v
         """
-        self.process_group = process_group
-        self.sequence_parallel = sequence_parallel
-        self.rank = dist.get_rank(process_group)
-        self.world_size = dist.get_world_size(process_group)
-        self.size = sum(matrices)  # of the whole, without padding
-        if not pad:
-            for size in matrices:
-                check_divides("features", size, self.world_size)
-        self.part_sizes = [math.ceil(size / self.world_size) for size in matrices]
-        # The number of rows of zeros at the end: 1 for a vocabulary of 13 and 2 ranks.
-        self.padding = sum(self.part_sizes) * self.world_size - self.size
-        # The ranks that hold different shards. take_shards() puts it on the parameters, too, so
-        # that DDP, ZeRO and FSDP do not average over these ranks.
-        self.differ_between_ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        dim = self.split_dims[name]
+        matrices = whole.split(self.sizes, dim)
+        parts = [matrix.chunk(self.world_size, dim)[self.rank] for matrix in matrices]
+        return torch.cat(parts, dim)
+
+    is_transposed = False  # True for transformers' Conv1D, whose weight is (inputs, outputs)
 
     def matrix(self):
-        """Return this rank's shard of the weight as (outputs, inputs)."""
+        """Return this rank's shard of the weight, as (outputs, inputs)."""
         return self.weight.T if self.is_transposed else self.weight
-
-
-def shard(layer, name, whole):
-    """The cut: return this rank's shard of a whole parameter, its part of each matrix."""
-    dim = layer.split_dims[name]
-    padded = F.pad(whole.movedim(dim, -1), (0, layer.padding)).movedim(-1, dim)
-    matrices = padded.split([size * layer.world_size for size in layer.part_sizes], dim)
-    parts = [matrix.chunk(layer.world_size, dim)[layer.rank] for matrix in matrices]
-    return torch.cat(parts, dim)
 
 
 class ColumnParallelLinear(ParallelLayer):
@@ -368,12 +341,11 @@ class RowParallelLinear(ParallelLayer):
     def forward(self, x_shard):
         g = reduce_scatter_to_sequence if self.sequence_parallel else reduce_from_region
         y = g(F.linear(x_shard, self.matrix()), self.process_group)
-        bias = self.bias
-        if bias is None:
+        if self.bias is None:
             return y
+        bias = self.bias
         if self.sequence_parallel:
-            # Each rank adds the bias at its own positions only. So the bias needs f of section 1,
-            # which adds up its gradients. SumsGradients, in section 7, does so for norms.
+            # A rank adds the bias at its own positions only. f adds up the gradients of the bias.
             bias = copy_to_region(bias, self.process_group)
         return y + bias.to(y.dtype)  # under autocast the dtypes differ
 
@@ -390,14 +362,10 @@ class VocabParallelEmbedding(ParallelLayer):
     split_dims = {"weight": 0}
 
     def forward(self, tokens):
-        V = self.size
-        check_tokens(tokens, V)
+        check_tokens(tokens, self.size)  # the whole vocabulary
         row, is_local = locate(tokens, self.rank, len(self.weight))
         x = F.embedding(row, self.weight).masked_fill(~is_local.unsqueeze(-1), 0.0)
-        x = reduce_from_region(x, self.process_group)
-        # On a GPU, check_tokens() does not raise, so unknown tokens get NaN. masked_fill() keeps
-        # the strides of x, on which the mask of dropout depends. where() may not.
-        return x.masked_fill(is_outside(tokens, V).unsqueeze(-1), math.nan)
+        return reduce_from_region(x, self.process_group)
 
 
 def locate(tokens, rank, size):
@@ -410,30 +378,22 @@ def locate(tokens, rank, size):
     return row.where(is_local, 0), is_local
 
 
-def is_outside(tokens, V):
-    return (tokens < 0) | (tokens >= V)
-
-
 class VocabParallelCrossEntropy(Function):
     """For each token, loss = log Σ exp(logits - maximum) - (logits[target] - maximum).
 
     Without the maximum exp() would overflow. One all-reduce finds it. Another adds up two numbers
     per token: exp(), and logits[target] - maximum, which is 0 on ranks without the target.
-
-    vocab_parallel_cross_entropy(), which a training loop calls, adds ignored tokens and label
-    smoothing. V is the size of the vocabulary without padding.
+    vocab_parallel_cross_entropy(), in section 5, adds ignored tokens and label smoothing.
     """
 
     @staticmethod
-    def forward(ctx, logits_shard, target, V, process_group):
+    def forward(ctx, logits_shard, target, process_group):
         target = target.unsqueeze(-1)
         rank = dist.get_rank(process_group)
         column, is_local = locate(target, rank, logits_shard.shape[-1])
         logits = logits_shard.to(torch.promote_types(logits_shard.dtype, torch.float32))
         maximum = logits.amax(-1, keepdim=True).contiguous()
         dist.all_reduce(maximum, dist.ReduceOp.MAX, process_group)
-        # On a GPU, check_tokens() does not raise. A target outside makes loss and gradient NaN.
-        maximum.masked_fill_(is_outside(target, V), math.nan)
         own_target = (logits.gather(-1, column) - maximum).where(is_local, 0.0)
         exp = (logits - maximum).exp_()
         sums = torch.stack((exp.sum(-1, keepdim=True), own_target))
@@ -449,7 +409,7 @@ class VocabParallelCrossEntropy(Function):
     def backward(ctx, grad):
         check_no_second_derivative()
         (grad_logits,) = ctx.saved_tensors
-        return grad_logits * grad.unsqueeze(-1), None, None, None
+        return grad_logits * grad.unsqueeze(-1), None, None
 
 
 # This is a training step. All ranks read the same tokens, and start with the same seed:
@@ -510,28 +470,29 @@ def vocab_parallel_cross_entropy(
     """F.cross_entropy(logits, target, reduction="none") for a logits_shard of (…, V/t).
 
     `target` is (…) and the same on all ranks. The loss is (…), in float32 or float64.
-    Columns from `vocab_size` on are padding, and do not count, whatever the model does to them. By
-    default the vocabulary is that of the head in the graph of the logits. Without a graph, as under
-    no_grad(), it is that of the last head that ran. If none has so many columns, all columns count.
+    Columns from `vocab_size` on are padding, and do not count, whatever the model does to them. The
+    default is the vocabulary of the head in the graph of the logits, or under no_grad() that of the
+    last head that ran. If none has so many columns, all columns count.
     """
     check_loss_arguments(logits_shard, target, label_smoothing, vocab_size, process_group)
-    V = vocab_size or size_of_head(logits_shard, process_group)
+    columns = logits_shard.shape[-1]
+    V = vocab_size or size_of_head(logits_shard, columns * dist.get_world_size(process_group))
     ignored = target == ignore_index
     target = target.masked_fill(ignored, 0)
-    check_tokens(target, V)
-    columns = logits_shard.shape[-1]
+    check_tokens(target, V)  # on a GPU the product below makes loss and gradient NaN instead
     rank = dist.get_rank(process_group)
     words_shard = logits_shard[..., : max(V - rank * columns, 0)]
     padding = columns - words_shard.shape[-1]
     if padding:
         logits_shard = F.pad(words_shard, (0, padding), value=-math.inf)
-    loss = VocabParallelCrossEntropy.apply(logits_shard, target, V, process_group)
+    loss = VocabParallelCrossEntropy.apply(logits_shard, target, process_group)
     if label_smoothing:
         # (1 - ε) loss - ε mean(log softmax) is loss + ε (logits[target] - mean(logits)).
         column, is_local = locate(target.unsqueeze(-1), rank, columns)
         of_target = logits_shard.gather(-1, column).where(is_local, 0.0).squeeze(-1)
         above_mean = of_target - words_shard.sum(-1, dtype=loss.dtype) / V
         loss = loss + label_smoothing * reduce_from_region(above_mean, process_group)
+    loss = loss * torch.ones_like(loss).masked_fill(is_outside(target, V), math.nan)
     return loss.masked_fill(ignored, 0.0)
 
 
@@ -543,7 +504,7 @@ def clip_grad_norm_(module, max_norm, process_group=None, norm_type=2.0):
         raise ValueError(f"norm_type={norm_type}: use a positive number, or inf")
     of_layers = {getattr(layer, own_name) for _, layer, own_name in split_parameters(module)}
     device = next((parameter.device for parameter in module.parameters()), None)
-    norms = [torch.zeros(1, device=device)]  # of this rank's gradients
+    norms = [torch.zeros((), device=device)]  # of this rank's gradients
     for parameter in module.parameters():
         if parameter.grad is not None:
             dtype = torch.promote_types(parameter.dtype, torch.float32)
@@ -551,8 +512,8 @@ def clip_grad_norm_(module, max_norm, process_group=None, norm_type=2.0):
             # Every rank has the gradient of a parameter that is not split. Count it once.
             is_split = parameter in of_layers or hasattr(parameter, "differ_between_ranks")
             copies = 1 if is_split else dist.get_world_size(process_group)
-            norms.append(norm.view(1) / copies ** (1 / norm_type))
-    own_norm = torch.linalg.vector_norm(torch.cat(norms), norm_type)
+            norms.append(norm / copies ** (1 / norm_type))
+    own_norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     norms_of_ranks = gather_from_region(own_norm.view(1), process_group)
     total_norm = torch.linalg.vector_norm(norms_of_ranks, norm_type)
     nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, total_norm)
@@ -576,7 +537,7 @@ def load_full_state_dict(module, state_dict):
             raise ValueError(
                 f"{name}: {whole.shape} in state_dict; the split dimension must be {layer.size}"
             )
-        state_dict[name] = shard(layer, own_name, whole)
+        state_dict[name] = padded_shard(layer, own_name, whole)
     return module.load_state_dict(state_dict)
 
 
@@ -592,8 +553,6 @@ class ColumnParallelEmbedding(ParallelLayer):
     def forward(self, tokens):
         return F.embedding(tokens, self.weight, self.padding_idx)
 
-
-STACKS = {"qkv": 3, "swiglu": 2}  # kind: the number of matrices, which are equal in size
 
 # (kind, class of the plain layer): class of the parallel layer
 LAYERS = {
@@ -635,12 +594,13 @@ def change_kind(layer, kind, process_group, sequence_parallel):
         if kind != "norm" or sequence_parallel:
             add_base(layer, SumsGradients, process_group)
         return
-    stack = kind if isinstance(kind, tuple) else STACKS.get(kind, 1)
+    stack = kind if isinstance(kind, tuple) else {"qkv": 3, "swiglu": 2}.get(kind, 1)
     if stack != 1:
         kind = "column"  # of several matrices
     plain_class = nn.Linear if is_conv1d(layer) else type(layer)
     if (kind, plain_class) not in LAYERS:
         raise ValueError(f"it is {layer}; use one of {list(LAYERS)}")
+    check_plain(layer)
     parallel_class = LAYERS[kind, plain_class]
     pad = kind == "vocab"
     split_layer(layer, parallel_class, process_group, sequence_parallel, stack, pad)
@@ -667,21 +627,34 @@ def split_layer(
 ):
     """Make a plain layer a parallel one, in place. take_shards() cuts its parameters."""
     check_member(process_group)
-    check_plain(layer)
+    pad = pad or parallel_class is VocabParallelEmbedding
+    if stack != 1 and (pad or not input_is_parallel):
+        raise ValueError(f"{stack=} excludes pad=True and input_is_parallel=False")
     if is_conv1d(layer):
         layer.is_transposed = True
         split_dims = parallel_class.split_dims
         layer.split_dims = split_dims | {"weight": 1 - split_dims["weight"]}
     layer.__class__ = parallel_class
-    size = layer.weight.shape[layer.split_dims["weight"]]
-    matrices = [size // stack] * stack if isinstance(stack, int) else stack
-    if sum(matrices) != size:
-        raise ValueError(f"matrices of {matrices} do not add up to {size}")
-    if len(matrices) > 1 and (pad or not input_is_parallel):
-        raise ValueError(f"{stack=} excludes pad=True and input_is_parallel=False")
-    pad = pad or parallel_class is VocabParallelEmbedding
-    layer.split(matrices, pad, process_group, sequence_parallel)
+    layer.process_group = process_group
+    layer.sequence_parallel = sequence_parallel
+    ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    layer.differ_between_ranks = ranks  # so that DDP, ZeRO and FSDP do not average over them
+    layer.world_size = len(ranks)
+    layer.rank = dist.get_rank(process_group)
+    layer.size = layer.weight.shape[layer.split_dims["weight"]]  # of the whole, without padding
+    layer.padding = -layer.size % len(ranks) if pad else 0  # the number of rows of zeros
+    layer.sizes = sizes_of_matrices(layer, stack)
     add_hooks(layer, pad, gather_output, input_is_parallel)
+
+
+def sizes_of_matrices(layer, stack):
+    whole = layer.size + layer.padding
+    sizes = [whole // stack] * stack if isinstance(stack, int) else list(stack)
+    if sum(sizes) != whole:
+        raise ValueError(f"matrices of {sizes} do not add up to {whole}")
+    for size in sizes:
+        check_divides("features", size, layer.world_size)
+    return sizes
 
 
 def take_shards(module):
@@ -690,13 +663,19 @@ def take_shards(module):
     for path, layer in module.named_modules():
         for name, parameter in layer.named_parameters(recurse=False):
             dim = getattr(layer, "split_dims", {}).get(name)
-            split = None if dim is None else (dim, layer.part_sizes)
+            split = None if dim is None else (dim, layer.sizes)
             if splits.setdefault(parameter, split) != split:
                 raise ValueError(f"{path}.{name} is tied, but the plan splits it in two ways")
             is_cut = hasattr(parameter, "differ_between_ranks")  # by a layer that shares it
             if split and not is_cut:
-                parameter.data = shard(layer, name, parameter.data)
+                parameter.data = padded_shard(layer, name, parameter.data)
                 parameter.differ_between_ranks = layer.differ_between_ranks
+
+
+def padded_shard(layer, name, whole):
+    dim = layer.split_dims[name]
+    padded = F.pad(whole.movedim(dim, -1), (0, layer.padding)).movedim(-1, dim)
+    return layer.shard(name, padded)
 
 
 def split_parameters(module):
@@ -710,7 +689,7 @@ def split_parameters(module):
 
 def unshard(layer, shard, dim):
     """Return the whole of a parameter, gradient or output, which is split along `dim`."""
-    parts = shard.split(layer.part_sizes, dim)
+    parts = shard.split([size // layer.world_size for size in layer.sizes], dim)
     matrices = [gather_from_region(part, layer.process_group, dim) for part in parts]
     return torch.cat(matrices, dim).narrow(dim, 0, layer.size)  # without the padding
 
@@ -735,8 +714,8 @@ def add_hooks(layer, pad, gather_output, input_is_parallel):
         layer.register_forward_pre_hook(check_input if input_is_parallel else scatter_input)
     if isinstance(layer, ColumnParallelLinear) and pad:
         layer.register_forward_hook(after_head)
-    if isinstance(layer, VocabParallelEmbedding) and layer.padding_idx is not None:
-        layer.register_forward_hook(hide_padding_idx)
+    if isinstance(layer, VocabParallelEmbedding):
+        layer.register_forward_hook(after_embedding, prepend=True)  # the user's hooks see its x
     if gather_output:
         layer.register_forward_hook(gather_output_of)
 
@@ -761,21 +740,23 @@ def after_head(layer, inputs, logits_shard):
         latest["head"] = layer
 
 
-def hide_padding_idx(layer, inputs, x):
-    """Give the row of padding_idx no gradient."""
-    is_padding = (inputs[0] == layer.padding_idx).unsqueeze(-1)
-    if x.requires_grad:
+def after_embedding(layer, inputs, x):
+    """Give the row of padding_idx no gradient. On a GPU unknown tokens are NaN."""
+    (tokens,) = inputs
+    if x.requires_grad and layer.padding_idx is not None:
+        is_padding = (tokens == layer.padding_idx).unsqueeze(-1)
         x.register_hook(lambda gradient: gradient.masked_fill(is_padding, 0.0))
+    # masked_fill() keeps the strides of x, on which the mask of dropout depends. where() may not.
+    return x.masked_fill(is_outside(tokens, layer.size).unsqueeze(-1), math.nan)
 
 
-def size_of_head(logits_shard, process_group):
-    """Return the vocabulary's size: that of the head, or the number of columns.
+def size_of_head(logits_shard, columns):
+    """Return the vocabulary's size: that of the head, or the number of all ranks' columns.
 
     The head is in the graph. If it is not, as under no_grad(), it is the one that ran last.
     """
     nodes = nodes_inside_pair([logits_shard])
     heads = [node.layer for node in nodes if hasattr(node, "layer")] or latest.values()
-    columns = logits_shard.shape[-1] * dist.get_world_size(process_group)
     for head in heads:
         if isinstance(head, ParallelLayer) and head.size + head.padding == columns:
             return head.size
@@ -867,7 +848,7 @@ def boxes_of(layer, name, shape):
     dim = getattr(layer, "split_dims", {}).get(name)
     if dim is None:
         return [Box(0, shape, shape, [0] * len(shape))]
-    if dim > 0 and (len(layer.part_sizes) > 1 or layer.padding):
+    if dim > 0 and (len(layer.sizes) > 1 or layer.padding):
         raise ValueError(
             f"{name} has several matrices, or padding, along dimension {dim}, so they are "
             "interleaved in memory; split an nn.Linear, or save full_state_dict()"
@@ -875,13 +856,13 @@ def boxes_of(layer, name, shape):
     whole_shape = shape.copy()
     whole_shape[dim] = layer.size
     boxes = []
-    start = 0  # of the part in the shard, along dim
-    for size in layer.part_sizes:
-        # Before it are the earlier matrices, which are whole, and lower ranks' parts of this one.
-        first_in_whole = start * layer.world_size + layer.rank * size
-        size_of_box = min(size, layer.size - first_in_whole)  # without the padding
+    start = 0  # of the matrix in the whole, along dim
+    for size in layer.sizes:
+        part_size = size // layer.world_size
+        first_in_whole = start + layer.rank * part_size
+        size_of_box = min(part_size, layer.size - first_in_whole)  # without the padding
         if size_of_box > 0:
-            first = start * math.prod(shape[dim + 1 :])
+            first = start // layer.world_size * math.prod(shape[dim + 1 :])
             box_shape = shape.copy()
             box_shape[dim] = size_of_box
             offset = [0] * len(shape)
@@ -918,6 +899,10 @@ def check_plain(layer):
             "gradient hooks of parameters, max_norm, scale_grad_by_freq, and a weight that is "
             "not a parameter are left out"
         )
+
+
+def is_outside(tokens, V):
+    return (tokens < 0) | (tokens >= V)
 
 
 def check_tokens(tokens, V):

@@ -210,6 +210,24 @@ def test_a_layer_with_two_names_is_split_once_by_either_name():
 
 
 @pool.on(2)
+def test_tied_layers_are_one_if_their_plans_cut_alike():
+    plain = nn.Sequential(nn.Linear(6, 12), nn.Linear(6, 12)).double()
+    plain[1].weight = plain[0].weight
+    ours = split(plain, {"0": "qkv", "1": (4, 4, 4)})
+    assert ours[1].weight is ours[0].weight
+    bitwise(tp.full_state_dict(ours), plain.state_dict())
+
+
+@pool.on(2)
+def test_a_hook_that_the_embedding_had_before_changes_its_output_as_on_one_device():
+    plain = nn.Sequential(nn.Embedding(6, 4)).double()
+    plain[0].register_forward_hook(lambda module, inputs, x: x[1:].movedim(0, 1))
+    ours = split(plain, {"0": "vocab"})
+    tokens = torch.tensor([[4, 3], [0, 5], [4, 1]])
+    bitwise(ours(tokens), plain(tokens))
+
+
+@pool.on(2)
 def test_evaluation_of_pytorchs_layer_does_not_take_shards_for_whole_weights():
     plain = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
     plain.double()
