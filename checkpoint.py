@@ -138,10 +138,10 @@ def named_pieces(pieces):
     for name, value in pieces.items():
         values = value if isinstance(value, list) else [value]
         for each in values:
-            if not isinstance(each, (torch.Tensor, Piece)):
+            if not isinstance(each, (torch.Tensor, Piece)) or not isinstance(name, str):
                 raise ValueError(
-                    f"{name!r} is a {type(each).__name__}, and not a tensor or a list of Pieces; "
-                    "put numbers and strings into extra"
+                    f"{name!r} is a {type(each).__name__}: names must be strings, and have tensors "
+                    "or lists of Pieces; put numbers and strings into extra"
                 )
             yield name, each if isinstance(each, Piece) else whole_piece(each)
 
@@ -252,8 +252,9 @@ def write(path, pieces):
 
 
 def bytes_of(tensor):
-    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    # Not view(-1): one element may have another stride than 1, even if it is contiguous.
+    return tensor.as_strided([tensor.numel()], [1]).view(torch.uint8).numpy()
 
 
 def publish(root, rank, index):

@@ -45,7 +45,7 @@ See also: zero.py shards the optimizer state, fsdp.py the parameters as well
 import argparse
 import collections
 import copy
-import dataclasses
+import copyreg
 import functools
 import inspect
 import json
@@ -426,16 +426,18 @@ def tensors_in(output):
         if id(each) in seen or isinstance(each, (type, nn.Module)):
             continue
         seen.add(id(each))
-        if torch.is_tensor(each) and each.grad_fn:
-            yield each
-        elif isinstance(each, Mapping):
+        if torch.is_tensor(each):
+            if each.grad_fn:
+                yield each
+            continue
+        if isinstance(each, Mapping):
             waiting.extend(each.values())
         elif isinstance(each, (list, tuple, set, collections.deque)):
             waiting.extend(each)
-        elif dataclasses.is_dataclass(each):  # it may have slots
-            waiting.extend(getattr(each, field.name, None) for field in dataclasses.fields(each))
-        elif not torch.is_tensor(each):
-            waiting.extend(getattr(each, "__dict__", {}).values())
+        # A container may have attributes, too. Those of a class with __slots__ are not in __dict__.
+        waiting.extend(getattr(each, "__dict__", {}).values())
+        slots = copyreg._slotnames(type(each))
+        waiting.extend(getattr(each, name, None) for name in slots)
 
 
 def finish_with_unused(ddp):

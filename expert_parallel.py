@@ -41,7 +41,7 @@ Papers:   Lepikhin et al. 2020, GShard, arXiv 2006.16668; Fedus et al. 2021, Swi
           Jiang et al. 2024, Mixtral, 2401.04088; DeepSeek-V3, 2412.19437
 Mirrors:  transformers' MixtralSparseMoeBlock, Megatron-LM's MoELayer
 Left out: grouped matrix products (MegaBlocks), overlap of the exchange with computation (DeepEP),
-          node-limited routing, tensor parallelism inside an expert
+          node-limited routing, tensor parallelism inside an expert, gradients of gradients
 """
 
 # /// script
@@ -225,7 +225,7 @@ class MoE(nn.Module):
 
     def forward(self, x, mask=None):
         check_router_logits()  # transformers cannot record those of this router
-        tokens = x.flatten(0, -2)  # (tokens, hidden)
+        tokens = x.reshape(-1, x.shape[-1])  # (tokens, hidden)
         weights, chosen = self.route(tokens, mask)
         slots, counts, num_slots = self.assign_slots(chosen)
         rows = tokens.new_zeros(num_slots + 1, tokens.shape[1])
@@ -323,8 +323,13 @@ class MoE(nn.Module):
 
 def scale_gradient(tensor, factor):
     """Multiply the gradient of `tensor` by `factor`, in backward."""
+
+    def scale(gradient):
+        check_no_second_derivative()
+        return gradient * factor
+
     if tensor.requires_grad:
-        tensor.register_hook(lambda gradient: gradient * factor)
+        tensor.register_hook(scale)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -621,6 +626,12 @@ def check_experts(experts):
             f"{type(experts).__name__} is in place of the experts: adapters of the experts' "
             "parameters are not supported; leave out target_parameters"
         )
+
+
+def check_no_second_derivative():
+    """Raise RuntimeError under create_graph=True: an expert's would be N times too large."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("gradients of gradients are left out; compute them on one rank")
 
 
 def check_router_logits():

@@ -506,6 +506,21 @@ def test_a_wrong_piece_on_one_rank_is_an_error_on_all(what, tmp_path):
         call(tmp_path, pieces, process_group=pool.group())
 
 
+def test_a_name_that_is_no_string_is_an_error_before_anything_is_written(tmp_path):
+    """JSON would turn it into a string, which load() does not find."""
+    with pytest.raises(ValueError, match="names must be strings"):
+        save(tmp_path, {0: ROWS})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("whole", [MATRIX[:1, 3], MATRIX[:1, :1], MATRIX[2, 3]])
+def test_a_single_element_of_a_larger_tensor_comes_back(whole, tmp_path):
+    save(tmp_path, {"a": whole})
+    loaded = torch.zeros_like(whole)
+    load(tmp_path, {"a": loaded})
+    assert torch.equal(loaded, whole)
+
+
 def test_a_piece_has_as_many_dimensions_as_its_whole(tmp_path):
     with pytest.raises(ValueError, match="argument 2 is longer"):
         save(tmp_path, {"a": Piece(ROWS[0], [6, 5], [0])})

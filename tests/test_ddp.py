@@ -231,6 +231,19 @@ class AttributeDict(dict):
     __getattr__ = dict.__getitem__
 
 
+class WithSlots:
+    __slots__ = ("mean",)
+
+
+class ListWithAttribute(list):
+    mean = None
+
+
+def with_attribute(holder, output):
+    holder.mean = output
+    return holder
+
+
 def refer_to_itself(output):
     namespace = SimpleNamespace(mean=output)
     namespace.self = namespace
@@ -242,6 +255,8 @@ HOLDERS = {  # of an output: (put, take)
     "list subclass": (lambda y: type("Outputs", (list,), {})([y]), lambda held: held[0]),
     "distribution": (lambda y: torch.distributions.Normal(y, 1.0), lambda held: held.mean),
     "namespace": (refer_to_itself, lambda held: held.self.mean),
+    "slots": (lambda y: with_attribute(WithSlots(), y), lambda held: held.mean),
+    "list's attribute": (lambda y: with_attribute(ListWithAttribute(), y), lambda held: held.mean),
 }
 
 

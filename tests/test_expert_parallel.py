@@ -342,6 +342,22 @@ def test_shared_experts_see_every_token():
 
 
 @pool.on(2)
+def test_an_input_may_be_a_single_token():
+    layer = split_layer()
+    tokens = own_tokens()
+    assert_equal(layer(tokens[2]), layer(tokens)[2], False)
+
+
+@pool.on(2)
+def test_gradients_of_gradients_are_an_error():
+    """Those of experts would be as many times too large as there are ranks."""
+    x = own_tokens().requires_grad_()
+    loss = split_layer()(x).square().sum()
+    with pytest.raises(RuntimeError, match="gradients of gradients"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+@pool.on(2)
 def test_a_balance_loss_is_reduced_once_and_only_if_it_is_read():
     layer = split_layer()
     with Collectives() as forward:
