@@ -17,7 +17,8 @@ it as a library (98).
 
 Per rank, in a step of m backwards. First three columns: bytes held. Last two: elements sent, times
 (N-1)/N. There are Ψ parameters of 16 bits, with Adam and fp32 master weights. Sharded gradients
-are in fp32:
+are in fp32. A bucket of gradients is held twice while it is reduced. step() and clip_grad_norm_()
+also all-reduce a byte per parameter tensor:
 
            parameters  gradients  optimizer  sent     sent with no_sync()
     DDP    2Ψ          2Ψ         12Ψ        2mΨ      2Ψ
@@ -25,14 +26,9 @@ are in fp32:
     Zero2  2Ψ          4Ψ/N       12Ψ/N      (m+1)Ψ   2Ψ
     Zero3  0           4Ψ/N       12Ψ/N      3mΨ      (2m+1)Ψ
 
-In no_sync(), gradients are whole. A bucket of gradients is held twice while it is reduced. step()
-and clip_grad_norm_() also all-reduce a byte per parameter tensor and bucket. clip_grad_norm_() also
-gathers a norm of 8 bytes from each rank, in every group.
-
 Gradients are added in rank order and divided by N. So training without clipping is bitwise equal to
 one device that does the same. For two backwards a and b in a step on two ranks, Zero2 and Zero3 add
-((a₀ + a₁) + b₀) + b₁. Zero1, and each class in no_sync(), adds (a₀ + b₀) + (a₁ + b₁). But a unit of
-Zero3 that runs twice in b is added as without no_sync().
+((a₀ + a₁) + b₀) + b₁. Zero1, and each class in no_sync(), adds (a₀ + b₀) + (a₁ + b₁).
 
 Run:      torchrun --nproc-per-node 2 zero.py          (python zero.py runs as one rank)
           torchrun --nproc-per-node 2 zero.py --idea   trains with section 1
@@ -101,7 +97,7 @@ class ShardedParameter:
         return F.pad(flat, (0, padding)).view(self.N, -1)
 
     def reduce_scatter(self, _=None):  # hooks get an argument
-        """Move the gradient to the shards: to each its row of the mean over ranks."""
+        """Give each rank its row of the gradients' mean over ranks, in shard.grad."""
         gradients = self.rows(self.parameter.grad)
         received = torch.empty_like(gradients)  # row r is from rank r
         dist.all_to_all_single(received, gradients, group=self.process_group)
@@ -110,18 +106,12 @@ class ShardedParameter:
         self.parameter.grad = None
 
     def all_gather(self):
-        """Fill the parameter with the shards of all ranks. Allocate it, if it is freed."""
-        if not self.parameter.untyped_storage().size():
-            self.parameter.untyped_storage().resize_(self.parameter.nbytes)
+        """Fill the parameter with the shards of all ranks."""
         flat = self.shard.new_empty(self.N * self.shard.numel())
         all_gather_single(flat, self.shard, group=self.process_group)
         values = flat[: self.parameter.numel()]
         # By .data: autograd must not see a change of what it saved for backward.
         self.parameter.data.copy_(values.view_as(self.parameter))
-
-    def free(self, _=None):
-        """Free the storage, which autograd's saved tensors share. all_gather() fills it again."""
-        self.parameter.untyped_storage().resize_(0)
 
 
 def step(sharded, optimizer):
@@ -143,10 +133,15 @@ def zero2_hooks(sharded):
         each.parameter.register_post_accumulate_grad_hook(each.reduce_scatter)
 
 
+def free(parameter):
+    """Free the storage. Tensors that autograd saved for backward share it."""
+    parameter.untyped_storage().resize_(0)
+
+
 class Zero3Unit(nn.Module):
     """Runs `module`, whose parameters have memory only while its forward or backward runs.
 
-    After optimizer.step() and optimizer.zero_grad(), the next forward gathers the new shards.
+    Call optimizer.step() and optimizer.zero_grad(). The next forward gathers the new shards.
     """
 
     def __init__(self, module, process_group=None):
@@ -155,13 +150,14 @@ class Zero3Unit(nn.Module):
         self.sharded = [ShardedParameter(p, process_group) for p in module.parameters()]
         zero2_hooks(self.sharded)
         for each in self.sharded:
-            each.free()
-            # Hooks run in order: this after reduce_scatter(). Backward leaves a frozen or unused
-            # parameter whole; the end of the next forward frees it.
-            each.parameter.register_post_accumulate_grad_hook(each.free)
+            free(each.parameter)
+            # This hook runs after reduce_scatter(). Backward leaves a frozen or unused parameter
+            # whole; the end of the next forward frees it.
+            each.parameter.register_post_accumulate_grad_hook(free)
 
     def gather(self, _=None):
         for each in self.sharded:
+            each.parameter.untyped_storage().resize_(each.parameter.nbytes)  # allocates it
             each.all_gather()
 
     def forward(self, x):
@@ -170,7 +166,7 @@ class Zero3Unit(nn.Module):
         if y.requires_grad:
             y.register_hook(self.gather)  # the unit's backward begins with the gradient of y
         for each in self.sharded:
-            each.free()
+            free(each.parameter)
         return y
 
 
@@ -183,11 +179,11 @@ class Zero3Unit(nn.Module):
 #             rank 0            rank 1
 #     flat    ■■■□              ■■■□                the parameters are views of it
 #     shard   ■■                ■□                  this rank's part, a view of flat
-#     master  ■■                ■□                  the shard, or its copy in fp32
+#     master  ■■                ■□                  the shard, or its copy in fp32: is updated
 #     slots   weight ■■         weight ■, bias □    parameters' parts of master: slot.master
 #     grad    ■■                ■□                  gradients, added over the ranks
 #
-# The picture leaves out padding: see flatten_and_move().
+# The picture leaves out padding.
 
 
 def flatten_and_move(parameters, N):
@@ -226,7 +222,7 @@ class Slot:
         # weight 0 to 1, bias 1 to 2. Indexing stops at the shard's end, if `end` is beyond it.
         self.in_shard = slice(max(0, first), max(0, end))
         self.master = bucket.master[self.in_shard]  # this rank's elements, if any: ■ and □
-        self.is_reduced = False  # whether this rank's gradient is in bucket.grad already
+        self.is_reduced = False  # whether its gradient is in bucket.grad, not in .grad
 
     def view(self, flat):
         """Return the parameter's elements of a tensor such as `flat`, in its shape."""
@@ -242,15 +238,15 @@ class Bucket:
         self.N = dist.get_world_size(process_group)
         self.flat = flatten_and_move(parameters, self.N)
         self.shard = self.flat.chunk(self.N)[dist.get_rank(process_group)]
-        self.master = self.make_master(offload)  # a copy in fp32, if the shard has 16 bits
+        self.master = self.make_master(offload)
         self.slots = [Slot(parameter, self) for parameter in parameters]
         self.grad = None  # the sum over ranks, until step() divides it by N
-        self.reducing = None  # (handle, output) of the all-to-all under way
+        self.on_the_way = None  # (handle, received) of the all-to-all that runs
 
     def make_master(self, offload):
-        return master_of(self.shard, offload)
+        return master_of(self.shard, offload)  # a copy in fp32, if the shard has 16 bits
 
-    def start_reduce(self):
+    def send_gradients(self):
         """Move the gradients out of .grad, and begin to send part r of them to rank r."""
         # Not zeros, which would take 3% of a step: no slot reads the garbage in the padding.
         gradients = torch.empty_like(self.flat)
@@ -266,12 +262,12 @@ class Bucket:
         handle = dist.all_to_all_single(
             received, gradients, group=self.process_group, async_op=True
         )
-        self.reducing = handle, received
+        self.on_the_way = handle, received
 
-    def finish_reduce(self):
+    def add_received(self):
         """Add the gradients of all ranks to `grad`, in rank order."""
-        handle, received = self.reducing
-        self.reducing = None
+        handle, received = self.on_the_way
+        self.on_the_way = None
         handle.wait()
         for part in received.chunk(self.N):  # torch.sum() adds more than 4 in another order
             if self.grad is None:
@@ -325,25 +321,22 @@ class Zero1(torch.optim.Optimizer):
         self._broadcast()  # rank 0's parameters and buffers
         self._buckets = [self.bucket_class(each, process_group, offload) for each in lists]
         self._slots = {slot.parameter: slot for bucket in self._buckets for slot in bucket.slots}
-        # The inner optimizer. Its parameters are the slots' masters.
+        # The plain optimizer. Its parameters are the slots' masters.
         self._inner = self._over_shards(optimizer_class, optimizer_kwargs)
-
-    def _kind(self, parameter):
-        """Return what all parameters in a bucket have in common."""
-        return parameter.dtype, parameter.requires_grad
 
     def step(self, closure=None):
         """Reduce the gradients, update this rank's shards, and gather the parameters."""
         loss = closure and closure()
-        check_step(self)
-        self._adopt_user_writes()  # masters get what the user wrote into the parameters
-        buckets, slots = self._reduce_gradients()
+        check_step(self)  # no backward has failed, and no parameter was moved
+        self._pass_on()  # to _inner: what the user changed in parameters, options and state
+        self._reduce_gradients()
+        buckets = self._with_gradients()
         for bucket in buckets:
             bucket.grad /= bucket.N  # once, as on one device
-            bucket.grad = bucket.grad.to(bucket.master.device)
-        for slot in slots:
-            slot.master.grad = slot.bucket.grad[slot.in_shard]
-        self._pass_on()  # the options and the state to the inner optimizer
+            bucket.grad = bucket.grad.to(bucket.master.device)  # another one, if offloaded
+            for slot in bucket.slots:
+                if slot.is_reduced:
+                    slot.master.grad = bucket.grad[slot.in_shard]  # of this rank's elements
         self._inner.step()
         self._inner.zero_grad()
         self.zero_grad()
@@ -352,35 +345,37 @@ class Zero1(torch.optim.Optimizer):
         return loss
 
     def _reduce_gradients(self):
-        """Reduce what is in .grad. Return the buckets, and the slots, that have gradients.
+        """Reduce what is in .grad on any rank.
 
         Ranks may use different parameters, but must issue the same collectives, and update the same
         shards: optimizers skip a parameter without a gradient, but not one with zeros. So the ranks
         tell each other what they have.
         """
-        buckets = self._buckets
         slots = list(self._slots.values())
-        to_reduce = [any(p.grad is not None for p in bucket.parameters) for bucket in buckets]
-        to_update = [slot.is_reduced or slot.parameter.grad is not None for slot in slots]
-        flags = buckets[0].flat.new_tensor(to_reduce + to_update, dtype=torch.uint8)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
-        flags = flags.tolist()  # the host waits for the device here
-        bucket_flags = flags[: len(buckets)]
-        slot_flags = flags[len(buckets) :]
-        for bucket in itertools.compress(buckets, bucket_flags):
+        # 0: this rank has no gradient. 1: it is reduced. 2: it is in .grad.
+        here = [slot.is_reduced if slot.parameter.grad is None else 2 for slot in slots]
+        highest = self._buckets[0].flat.new_tensor(here, dtype=torch.uint8)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.process_group)
+        to_reduce = []
+        for slot, flag in zip(slots, highest.tolist(), strict=True):  # the host waits here
+            slot.is_reduced = flag > 0  # also if only another rank has a gradient
+            if flag == 2 and slot.bucket not in to_reduce:
+                to_reduce.append(slot.bucket)
+        for bucket in to_reduce:
             self._start_reduce(bucket)
         self._finish_reduce()
-        has_grad = [bucket for bucket in buckets if bucket.grad is not None]
-        return has_grad, list(itertools.compress(slots, slot_flags))
 
     def _start_reduce(self, bucket):
         self._finish_reduce()  # of the bucket before: only one is held twice
-        bucket.start_reduce()
+        bucket.send_gradients()
 
     def _finish_reduce(self):
         for bucket in self._buckets:
-            if bucket.reducing:
-                bucket.finish_reduce()
+            if bucket.on_the_way:
+                bucket.add_received()
+
+    def _with_gradients(self):
+        return [bucket for bucket in self._buckets if bucket.grad is not None]
 
     def zero_grad(self, set_to_none=True):
         """Drop all gradients, in .grad and reduced. `set_to_none` is ignored: .grad is None."""
@@ -390,10 +385,7 @@ class Zero1(torch.optim.Optimizer):
             for slot in bucket.slots:
                 slot.is_reduced = False
 
-    # The library. Section 5 says what these methods do; go on with section 3.
-
-    def _parameters(self):  # of all groups, in the order of state dicts
-        return [parameter for group in self.param_groups for parameter in group["params"]]
+    # The library. Section 5 has what these methods call; go on with section 3.
 
     def _bucket_lists(self, cap_bytes):
         return bucket_lists(self, cap_bytes)
@@ -406,9 +398,6 @@ class Zero1(torch.optim.Optimizer):
 
     def _pass_on(self):
         pass_on(self)
-
-    def _adopt_user_writes(self):
-        adopt_user_writes(self)
 
     def no_sync(self):
         """A context for all backwards of a step but the last. Gradients stay whole, in .grad."""
@@ -442,15 +431,17 @@ class Zero1(torch.optim.Optimizer):
 
 # --------------------------------------------------------------------------------------------------
 # 3. ZeRO-2: backward reduces gradients, so that few are whole at a time.
+#
+# From section 2: self._start_reduce(bucket) begins to move the bucket's gradients from .grad to the
+# shards. self._finish_reduce() waits for it. step() then finds nothing in .grad.
 
 
 class Zero2(Zero1):
     """Zero1 with sharded gradients. Backward reduces a bucket when it is full, and goes on.
 
-    These are called by hooks, in order of time:
+    Hooks call these methods, in order of time:
 
-        _post_forward            the module has run: outputs get hooks
-        _pre_backward            backward has reached an output
+        _pre_backward            backward has reached an output of the module
         _post_accumulate_grad    a gradient is in .grad: its bucket is reduced, if that is full
         _post_backward           backward has ended: the other buckets are reduced
 
@@ -466,11 +457,10 @@ class Zero2(Zero1):
         self._arrived = set()  # parameters whose gradients this backward has computed
         self._register_hooks()
 
-    def _post_forward(self, module, args, kwargs, output):
-        # An output that is also an input has the hook of the module that made it.
-        hook_outputs((args, kwargs), output, functools.partial(self._pre_backward, module))
+    def _pre_backward(self, module):
+        self._begin_backward()
 
-    def _pre_backward(self, module=None, gradient=None):  # `module` is for Zero3
+    def _begin_backward(self):
         if self._in_backward:
             return
         self._in_backward = True
@@ -481,11 +471,11 @@ class Zero2(Zero1):
         torch.autograd.Variable._execution_engine.queue_callback(self._post_backward)
 
     def _reduces(self, bucket):
-        # All its parameters have the same requires_grad, which is part of their _kind().
+        # A bucket has parameters with the same requires_grad.
         return self._sync and bucket.parameters[0].requires_grad
 
     def _post_accumulate_grad(self, parameter, *_):
-        self._pre_backward()  # if backward has reached no output of the module
+        self._begin_backward()  # if backward has reached no output of the module
         self._arrived.add(parameter)
         # Ranks may fill buckets in different orders, but must send them in one order.
         while self._to_reduce and self._arrived.issuperset(self._to_reduce[0].parameters):
@@ -502,7 +492,7 @@ class Zero2(Zero1):
     # The library: see section 5.
 
     def _register_hooks(self):
-        register_hooks(self)
+        register_hooks(self, [self.module])
 
     def no_sync(self):
         return no_sync(self)
@@ -510,10 +500,13 @@ class Zero2(Zero1):
 
 # --------------------------------------------------------------------------------------------------
 # 4. ZeRO-3: parameters have memory only when they are needed.
+#
+# From section 2: the parameters of a bucket are views of bucket.flat. bucket.all_gather() fills it
+# from the masters of all ranks.
 
 
 class FreeableBucket(Bucket):
-    """A bucket whose parameters have memory only between unfree() and free()."""
+    """A bucket whose `flat` has memory only between unfree() and free()."""
 
     is_freed = False
 
@@ -523,33 +516,26 @@ class FreeableBucket(Bucket):
     def free(self):
         """Free the memory of `flat`, but keep the storage object.
 
-        Tensors that autograd saved for backward share it, and unfree() fills it again. Until then,
-        the .data of each parameter is one NaN, expanded to its shape.
+        Tensors that autograd saved for backward share it, and unfree() fills it again.
         """
         self.is_freed = True
-        self.nan = torch.full((), torch.nan, device=self.flat.device).to(self.flat.dtype)
-        for parameter in self.parameters:
-            parameter.data = self.nan.expand(parameter.shape)
         self.refuse_use()
         self.flat.untyped_storage().resize_(0)
 
     def unfree(self):
         """Allocate and gather `flat`, if it is freed."""
-        if not self.is_freed:
-            return
-        check_is_here(self)
-        self.is_freed = False
-        self.flat.untyped_storage().resize_(self.flat.nbytes)
-        self.allow_use()
-        for slot in self.slots:
-            slot.parameter.data = slot.view(self.flat)
-        self.all_gather()
+        if self.is_freed:
+            check_is_here(self)  # no parameter was moved
+            self.is_freed = False
+            self.flat.untyped_storage().resize_(self.flat.nbytes)
+            self.allow_use()
+            self.all_gather()
 
     def all_gather(self):
         if not self.is_freed:  # if it is, unfree() in the next forward gathers
             super().all_gather()
 
-    # The library: a freed parameter refuses to be used.
+    # The library: between these two, the parameters are NaN, and an error if used.
 
     def refuse_use(self):
         refuse_use(self)
@@ -562,95 +548,53 @@ class Zero3(Zero2):
     """Zero2 with sharded parameters, which are whole only while a unit that needs them runs.
 
     `units` are modules inside of `module`; by default, the members of nn.Sequential and
-    nn.ModuleList, such as transformer blocks. The whole module is a unit, too. A parameter belongs
-    to the smallest unit that contains every module that holds it. If several units share a layer
-    with parameters, its call gathers all of them. With the units 0, 1 and 2, and a parameter of
-    the model itself, hooks do this in a step:
+    nn.ModuleList, such as transformer blocks. The whole module is a unit, too: of the parameters
+    that are in no other. A bucket has parameters of one unit. With the units 0, 1 and 2, and a
+    parameter of the model itself, hooks do this in a step:
 
-        called                  frees            gathers
+        called                  frees            gathers         reduces
         _pre_forward(model)                      the model's
         _pre_forward(0)                          0
         _pre_forward(1)         0                1
         _pre_forward(2)         1                2
-        _post_forward(model)    2, the model's
+        _post_forward()         2, the model's
         _pre_backward(2)                         the model's, 2
-        _pre_backward(1)        2                1
-        _pre_backward(0)        1                0
-        _post_backward          0, the model's
+        _pre_backward(model)    (the model returns the output of 2, so nothing is left to do)
+        _pre_backward(1)        2                1               2
+        _pre_backward(0)        1                0               1
+        _post_backward()        0, the model's                   0, the model's
 
-    The model's output is unit 2's, so _pre_backward(model) comes next, and finds nothing to do.
-    Backward reduces the gradients of a unit when it reaches another. If it runs unit 1 forward
-    again, because of a checkpoint, _pre_forward(1) is called just before or after _pre_backward(1):
-    the first of them gathers, and the other finds nothing to do.
-
-    All ranks must run the same units in the same order, and their backwards must reach the same. So
-    if a unit skips its layers on one rank, its input must need a gradient, and it must return
-    x * 1, not x. What a checkpoint without reentry runs from its last unit on must save tensors on
-    all ranks or on none: backward runs the checkpoint again when it needs the first of them. If
-    ranks use different experts, let the block around the experts be the unit.
-
-    A freed parameter refuses to be used. So call a unit instead of reading its weights. Initialize,
-    load, copy or read parameters, and compute gradients of gradients, in full_parameters().
+    All ranks must run the same units in the same order, and their backwards must reach the same.
+    find_units() says how a unit may skip its layers. A freed parameter refuses to be used. So call
+    a unit instead of reading its weights. Initialize, load, copy or read parameters, and compute
+    gradients of gradients, in full_parameters().
     """
 
     bucket_class = FreeableBucket
 
     def __init__(self, module, *args, units=None, **kwargs):
-        # {parameter: its unit and every module in it}. These need it whole. For _kind().
-        self._needed_by = self._find_units(module, units)
+        self._unit_of = self._find_units(module, units)  # {parameter: the modules in its unit}
         super().__init__(module, *args, **kwargs)
-        self._needs = {}  # {module: the buckets that it needs}
-        self._reached = []  # the buckets of the unit where backward is now
+        self._needs = self._find_needs()  # {module: the buckets of its unit and of those around it}
+        self._reached = []  # the buckets that the module needs where backward is now
         self._is_full = False  # True in full_parameters(): nothing is freed
-        for child in module.modules():
-            needs = [b for b in self._buckets if child in self._needed_by[b.parameters[0]]]
-            # Outermost first: if a unit returns an inner unit's output, the inner one's hook is
-            # called first; on a rank that changes that output, the outer one's. Both gather so.
-            self._needs[child] = sorted(needs, key=lambda b: -len(self._needed_by[b.parameters[0]]))
-        self._spare_shared_modules()  # one activation in all units must not gather them all
-        self._register_unit_hooks()  # on every module: one inside a unit may run alone
         self._free_all_but([])
 
-    def _kind(self, parameter):
-        return *super()._kind(parameter), self._needed_by[parameter]
+    def _pre_forward(self, module, *_):
+        self._unshard(self._needs[module])
 
-    def _pre_forward(self, module, args):
-        self._unshard(module)
-
-    def _post_forward(self, module, args, kwargs, output):
-        super()._post_forward(module, args, kwargs, output)
+    def _post_forward(self, *_):
         # In backward, a checkpoint runs the forward again, and then needs the parameters.
-        if module is self.module and not self._in_backward:
+        if not self._in_backward:
             self._free_all_but([])
 
-    def _pre_backward(self, module=None, gradient=None):
-        super()._pre_backward()
-        if module is not None:
-            check_create_graph(self)
-            self._reduce_all_but(self._needs[module])
-            self._unshard(module)
+    def _pre_backward(self, module):
+        self._begin_backward()
+        self._reach(self._needs[module])
+        self._unshard(self._needs[module])
 
-    def _reduce_all_but(self, needed):
-        """If backward reaches another unit, reduce the gradients of the unit before.
-
-        Do not wait for gradients: a rank may run a unit, but use none of its parameters. And do not
-        go by what is freed: a checkpoint may only run a unit forward again.
-        """
-        if set(needed).issubset(self._reached):  # a module inside the unit, or around it
-            return
-        for bucket in self._reached:
-            if bucket in self._to_reduce and bucket not in needed:
-                self._to_reduce.remove(bucket)
-                self._start_reduce(bucket)
-        # A unit that ran twice is reached twice, but its gradients come after the second. The first
-        # reduction has sent zeros. Frozen buckets, and all in no_sync(), are not reduced.
-        again = [b for b in needed if self._reduces(b) and b not in self._to_reduce]
-        self._to_reduce += again
-        self._reached = needed
-
-    def _unshard(self, module):
-        """Gather what `module` needs. Free all else: forward and backward are done with it."""
-        needed = self._needs[module]
+    def _unshard(self, needed):
+        """Gather the buckets. Free all others: forward and backward are done with them."""
         # A module inside a unit that runs already finds everything gathered.
         if any(bucket.is_freed for bucket in needed):
             self._free_all_but(needed)
@@ -662,25 +606,43 @@ class Zero3(Zero2):
             if not (self._is_full or bucket.is_freed or bucket in needed):
                 bucket.free()
 
+    def _reach(self, needed):
+        """If backward reaches another unit, reduce the gradients of the unit before.
+
+        They may not have come: a rank may run a unit, but use none of its parameters. And backward
+        may free a unit before it is done with it: a checkpoint runs other units forward again.
+        """
+        if set(needed).issubset(self._reached):  # a module inside the unit, or around it
+            return
+        for bucket in self._reached:
+            if bucket in self._to_reduce and bucket not in needed:
+                self._to_reduce.remove(bucket)
+                self._start_reduce(bucket)
+        # A unit that ran twice is reached twice. Its gradients come after the second time, and the
+        # first reduction has sent zeros.
+        again = [b for b in needed if self._reduces(b) and b not in self._to_reduce]
+        self._to_reduce += again
+        self._reached = needed
+
     def _post_accumulate_grad(self, parameter, *_):
         # Unlike Zero2, do not reduce a full bucket: it may be full before the next gather on one
         # rank, and after it on another. But all ranks must send in one order.
-        self._pre_backward()
+        self._begin_backward()
 
     def _post_backward(self):
-        super()._post_backward()
+        super()._post_backward()  # reduces the last unit, and those that were not reached
         self._reached = []
         self._free_all_but([])
 
     # The library: see section 5.
 
     def _find_units(self, module, units):
-        return modules_that_need(module, units)
+        return find_units(module, units)
 
-    def _spare_shared_modules(self):
-        spare_shared_modules(self)
+    def _find_needs(self):
+        return find_needs(self)
 
-    def _register_unit_hooks(self):
+    def _register_hooks(self):
         register_unit_hooks(self)
 
     def full_parameters(self):
@@ -696,16 +658,22 @@ class Zero3(Zero2):
 
 def bucket_lists(optimizer, cap_bytes):
     """Return lists of parameters, each of one kind, which become buckets."""
-    trained = set(optimizer._parameters())
+    trained = set(parameters_of(optimizer))
+    unit_of = getattr(optimizer, "_unit_of", {})  # Zero3's
     lists = []
     filling = {}  # {kind: its list that has less than `cap_bytes`}
     for parameter in reversed([p for p in optimizer.module.parameters() if p in trained]):
-        kind = optimizer._kind(parameter)
+        kind = (parameter.dtype, parameter.requires_grad, unit_of.get(parameter))
         together = filling.setdefault(kind, [])
         together.append(parameter)
         if sum(p.nbytes for p in together) >= cap_bytes:
             lists.append(filling.pop(kind))
     return [*lists, *filling.values()]
+
+
+def parameters_of(optimizer):
+    """Return the parameters of all groups, in the order of state dicts."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def broadcast_from_rank_0(optimizer):
@@ -765,10 +733,11 @@ def take_state(optimizer, inner):
 
 
 def pass_on(optimizer):
-    """Give the inner optimizer the options and the state, which has the same dicts.
+    """Give the inner optimizer the user's values, the options, and the state, in the same dicts.
 
     This is done in each step, because schedulers change options, and users reset state.
     """
+    adopt_user_writes(optimizer)
     state = {slot.master: optimizer.state[p] for p, slot in optimizer._slots.items()}
     optimizer._inner.param_groups = shard_groups(optimizer)
     optimizer._inner.state = state
@@ -809,52 +778,59 @@ def no_sync(optimizer):
 
 
 class WeakHook:
-    """Calls a method of the optimizer, but does not keep it alive, as a module's hooks would."""
+    """Calls function(optimizer, …), but does not keep the optimizer alive, as a hook would."""
 
-    def __init__(self, method=None):
-        self.method = method and weakref.WeakMethod(method)
+    def __init__(self, optimizer=None, function=None):
+        self.optimizer = optimizer and weakref.ref(optimizer)
+        self.function = function
 
     @torch.compiler.disable
     def __call__(self, *args):
-        method = self.method and self.method()
-        if method:
-            method(*args)
+        optimizer = self.optimizer and self.optimizer()
+        if optimizer:
+            self.function(optimizer, *args)
 
     def __reduce__(self):  # copy.deepcopy(model) and torch.save(model) call this
-        return WeakHook, ()  # it has no method: the copy is not the optimizer's module
+        return WeakHook, ()  # it has no optimizer: the copy is not the optimizer's module
 
 
-def register_hooks(optimizer):
-    """Let autograd call Zero2's methods."""
+def register_hooks(optimizer, modules):
+    """Let backward call Zero2's methods. `modules` are those whose outputs call _pre_backward()."""
     optimizer._nodes = []  # autograd's, which add to .grad: a hook ends with its node
+    arrived = WeakHook(optimizer, type(optimizer)._post_accumulate_grad)
     for parameter in [p for p in optimizer._slots if p.requires_grad]:
         # A hook on the node runs after all hooks on the parameter, such as the user's.
         node = torch.autograd.graph.get_gradient_edge(parameter).node
-        hook = WeakHook(optimizer._post_accumulate_grad)
-        node.register_hook(functools.partial(hook, parameter))
+        node.register_hook(functools.partial(arrived, parameter))
         optimizer._nodes.append(node)
-    hook = WeakHook(optimizer._post_forward)
-    optimizer.module.register_forward_hook(hook, with_kwargs=True)
+    for module in modules:
+        module.register_forward_hook(WeakHook(optimizer, hook_outputs), with_kwargs=True)
 
 
 def register_unit_hooks(optimizer):
     """Let all modules call Zero3's methods, because one inside a unit may run alone."""
-    for child in optimizer.module.modules():
-        child.register_forward_pre_hook(WeakHook(optimizer._pre_forward), prepend=True)
-        child.register_load_state_dict_pre_hook(check_is_whole)
-        if child is not optimizer.module:  # register_hooks() has done it
-            child.register_forward_hook(WeakHook(optimizer._post_forward), with_kwargs=True)
+    modules = list(optimizer.module.modules())
+    register_hooks(optimizer, modules)
+    for module in modules:
+        module.register_forward_pre_hook(WeakHook(optimizer, Zero3._pre_forward), prepend=True)
+        module.register_load_state_dict_pre_hook(check_is_whole)
+    optimizer.module.register_forward_hook(WeakHook(optimizer, Zero3._post_forward))
 
 
-def hook_outputs(inputs, output, hook):
-    """Let backward call `hook` when it reaches a tensor in `output`.
+def hook_outputs(optimizer, module, args, kwargs, output):
+    """Let backward call _pre_backward(module) when it reaches a tensor in the module's output.
 
     If an output is also an input, the module that made it has hooked it.
     """
-    inputs = {id(tensor) for tensor in tensors_in(inputs)}
+    inputs = {id(tensor) for tensor in tensors_in((args, kwargs))}
+
+    def call(gradient):
+        check_create_graph(optimizer)
+        optimizer._pre_backward(module)
+
     for tensor in tensors_in(output):
         if id(tensor) not in inputs:
-            tensor.register_hook(hook)
+            tensor.register_hook(call)
 
 
 def tensors_in(output):
@@ -881,6 +857,8 @@ def tensors_in(output):
 def clip_grad_norm_(optimizer, max_norm, norm_type, counted, process_groups):
     """Scale the averaged gradients to a norm of at most `max_norm`. Return their norm.
 
+    A norm of 8 bytes is gathered from each rank, in every group.
+
     `norm_type` is 2 or another positive number, or inf. `process_groups` are those over which the
     model is split. If several of their ranks hold a copy of a parameter, counted(parameter) must be
     True on one.
@@ -888,11 +866,12 @@ def clip_grad_norm_(optimizer, max_norm, norm_type, counted, process_groups):
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}: give a positive number or inf")
-    buckets, slots = optimizer._reduce_gradients()
+    optimizer._reduce_gradients()
     gradients = [
         slot.bucket.grad[slot.in_shard]
-        for slot in slots
-        if slot.master.numel() and (counted is None or counted(slot.parameter))
+        for slot in optimizer._slots.values()
+        if slot.is_reduced and slot.master.numel()
+        if counted is None or counted(slot.parameter)
     ]
     norm = nn.utils.get_total_norm(gradients, norm_type)
     norm = norm.to(optimizer._buckets[0].flat.device, torch.float64)
@@ -902,7 +881,7 @@ def clip_grad_norm_(optimizer, max_norm, norm_type, counted, process_groups):
         norm = torch.linalg.vector_norm(norms, norm_type)
     norm /= optimizer._buckets[0].N  # until step(), gradients are sums over ranks
     if max_norm < torch.inf:  # otherwise an infinite norm would turn all gradients into NaN
-        for bucket in buckets:
+        for bucket in optimizer._with_gradients():
             bucket.grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
     return norm
 
@@ -913,16 +892,23 @@ def unscale_(optimizer, loss_scale):
     The norm is that before the division, over all ranks. It is inf, too, if its squares overflow.
     """
     norm = optimizer.clip_grad_norm_(torch.inf)  # clips nothing
-    for bucket in optimizer._buckets:
-        if bucket.grad is not None:
-            bucket.grad /= loss_scale
+    for bucket in optimizer._with_gradients():
+        bucket.grad /= loss_scale
     return 1.0 - norm.isfinite().float()
 
 
-def modules_that_need(module, units):
-    """Return {parameter: its unit and every module in it}.
+def find_units(module, units):
+    """Return {parameter: its unit}, the smallest that contains every module that holds it.
 
-    Its unit is the smallest that contains every module that holds it.
+    A unit is the set of the modules in it. All ranks must run the same units in the same order, and
+    their backwards must reach the same. So if a unit skips its layers on one rank, its input must
+    need a gradient, and it must return x * 1, not x. What a checkpoint without reentry runs from
+    its last unit on must save tensors on all ranks or on none: backward runs the checkpoint again
+    when it needs the first of them. If ranks use different experts, let the block around the
+    experts be the unit. If several units share a layer with parameters, its call gathers all of
+    them.
+
+    If a unit runs twice in a backward after no_sync(), its gradients are added as without it.
     """
     if units is None:
         lists = [m for m in module.modules() if isinstance(m, (nn.Sequential, nn.ModuleList))]
@@ -939,13 +925,25 @@ def modules_that_need(module, units):
     return {p: next(each for each in insides if each >= used) for p, used in users.items()}
 
 
-def spare_shared_modules(optimizer):
-    """Let an activation, say, need nothing if several units have it: it would gather them all."""
-    for child, needs in optimizer._needs.items():
-        units = [optimizer._needed_by[bucket.parameters[0]] for bucket in needs]  # outermost first
+def find_needs(optimizer):
+    """Return {module: the buckets of all units that it is in}.
+
+    The outermost unit is first. If a unit returns an inner unit's output, the inner one's hook is
+    called first; on a rank that changes that output, the outer one's. Both gather in one order.
+    """
+    buckets_of = collections.defaultdict(list)  # by unit
+    for bucket in optimizer._buckets:
+        unit = optimizer._unit_of[bucket.parameters[0]]
+        buckets_of[unit].append(bucket)
+    outermost_first = sorted(buckets_of, key=len, reverse=True)
+    needs = {}
+    for child in optimizer.module.modules():
+        units = [unit for unit in outermost_first if child in unit]
         are_nested = all(outer >= inner for outer, inner in itertools.pairwise(units))
-        if not are_nested and not list(child.parameters()):
-            optimizer._needs[child] = []
+        # An activation, say, that several units share needs nothing: it would gather them all.
+        is_spared = not are_nested and not list(child.parameters())
+        needs[child] = [] if is_spared else [b for unit in units for b in buckets_of[unit]]
+    return needs
 
 
 def module_state_dict(optimizer):
@@ -984,14 +982,19 @@ class FreedParameter(nn.Parameter):
 
 
 def refuse_use(bucket):
+    """Let the .data of each parameter be one NaN, expanded to its shape."""
+    bucket.nan = torch.full((), torch.nan, device=bucket.flat.device).to(bucket.flat.dtype)
     for slot in bucket.slots:
+        slot.parameter.data = bucket.nan.expand(slot.parameter.shape)
         slot.parameter_class = type(slot.parameter)
         slot.parameter.__class__ = FreedParameter
 
 
 def allow_use(bucket):
+    """Let the parameters be views of `flat` again."""
     for slot in bucket.slots:
         slot.parameter.__class__ = slot.parameter_class
+        slot.parameter.data = slot.view(bucket.flat)
 
 
 # Elementwise optimizers' state has a number for each element, or these for the whole parameter.
@@ -1006,7 +1009,7 @@ def whole_state_dict(optimizer):
     group = optimizer.process_group
     whole = torch.optim.Optimizer.state_dict(optimizer)
     whole["state"] = {}
-    for number, parameter in enumerate(optimizer._parameters()):
+    for number, parameter in enumerate(parameters_of(optimizer)):
         slot = optimizer._slots[parameter]
         state = dict(optimizer.state[parameter])
         if slot.master.dtype != parameter.dtype:
@@ -1028,7 +1031,7 @@ def load_whole_state_dict(optimizer, state_dict):
     groups = {**state_dict, "state": {}}
     torch.optim.Optimizer.load_state_dict(optimizer, groups)  # checks them, too
     states = {}  # of shards, by the number of the parameter
-    for number, parameter in enumerate(optimizer._parameters()):
+    for number, parameter in enumerate(parameters_of(optimizer)):
         slot = optimizer._slots[parameter]
         state = copy.deepcopy(state_dict["state"].get(number, {}))
         for name in state.keys() - PER_TENSOR:
@@ -1103,7 +1106,7 @@ def check_arguments(optimizer, optimizer_class, lists):
         facts,
         optimizer.process_group,
     )
-    if not set(optimizer._parameters()).issubset(same_parameters(optimizer)):
+    if not set(parameters_of(optimizer)).issubset(same_parameters(optimizer)):
         raise ValueError(
             "params must be in the module, without those of which ranks of process_group hold "
             "different values, such as experts"
@@ -1175,8 +1178,8 @@ WHILE_WHOLE = "in `with optimizer.full_parameters():`; save optimizer.module_sta
 
 
 def check_create_graph(optimizer):
-    """Raise if backward builds a graph, because that graph would use freed parameters."""
-    if torch.is_grad_enabled() and not optimizer._is_full:
+    """Raise if Zero3's backward builds a graph, because that graph would use freed parameters."""
+    if torch.is_grad_enabled() and not getattr(optimizer, "_is_full", True):
         raise RuntimeError(
             "Zero3 frees parameters that gradients of gradients need: run the forward and all "
             "backwards with create_graph=True in `with optimizer.full_parameters():`"
@@ -1232,7 +1235,8 @@ def train_class(demo, stage, passes):
         loss = language_loss(model(demo.part(inputs)), demo.part(targets))
         loss.backward()
         held_now = held_by(optimizer)  # Zero1's gradients are still whole
-        gradients[:] = [bucket.grad for bucket in optimizer._reduce_gradients()[0]]
+        optimizer._reduce_gradients()
+        gradients[:] = [bucket.grad for bucket in optimizer._buckets]
         optimizer.step()
         return loss
 
