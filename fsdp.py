@@ -148,8 +148,7 @@ def naive_fully_shard(module, process_group=None):
 #   shard        │ rank 0              │ rank 1                                  │
 #                0                     48                                        96
 
-PARAMETER_ALIGNMENT = 32  # in elements; at other addresses, matrix products may round differently
-SHARD_ALIGNMENT = 8  # at other addresses, NCCL is slower
+ALIGNMENT = 32  # in elements; at other addresses, matrix products may round differently
 
 
 def round_up(size, multiple):
@@ -163,29 +162,25 @@ class ShardedParameter:
     The modules hold one of them at a time. `original` is the nn.Parameter that they held before.
     """
 
-    def __init__(self, group, original, owners, start_in_unsharded):
+    def __init__(self, group, original, owners, start):
         self.group = group
         self.owners = owners  # [(module, attribute), …]: several if the parameter is tied
         self.shape = original.shape
-        # The original's stride. If the original is a slice with gaps, the stride without them.
-        self.stride = torch.empty_like(original, device="meta").stride()
-        self.start_in_unsharded = start_in_unsharded  # offset of its first element
-        # Above, the shard of rank 1 starts at 48. So the weight is at -48 to 12 of it.
-        start_in_shard = start_in_unsharded - group.shard_start
+        self.stride = torch.empty_like(original, device="meta").stride()  # without gaps
+        self.start = start  # offset of its first element in group.unsharded
+        # Its elements in the shard, if any. Above, the weight is at 0 to 60 of the shard of rank 0,
+        # where indexing stops at 48. It is at -48 to 12 of that of rank 1: slice(0, 12).
+        start_in_shard = start - group.shard_start
         end_in_shard = start_in_shard + original.numel()
-        # Its elements in the shard, if any: slice(0, 60) on rank 0, where indexing stops at the end
-        # of the shard, 48, and slice(0, 12) on rank 1.
         self.slice = slice(max(start_in_shard, 0), max(end_in_shard, 0))
         self.sharded = nn.Parameter(self.part_of_shard(group.shard), original.requires_grad)
-        # Autograd saves this view, and then backward's gather writes to the buffer. A plain view
-        # has the version counter of the buffer, so autograd would report a changed tensor. .data
-        # has a counter of its own.
+        # Backward's gather writes to the buffer after autograd has saved this view. For a plain
+        # view, autograd would report that as an error. It does not see writes around .data.
         self.unsharded = nn.Parameter(self.view(group.unsharded).data, original.requires_grad)
-        self.sharded._sharded_parameter = self
 
     def view(self, flat):
         """Return its part of `flat`, which has the layout of `unsharded`."""
-        return flat.as_strided(self.shape, self.stride, self.start_in_unsharded)
+        return flat.as_strided(self.shape, self.stride, self.start)
 
     def part_of_shard(self, shard):
         """Return its part of `shard`, with as many dimensions as `shape`, but at least 1.
@@ -204,47 +199,44 @@ class ParameterGroup:
 
     @torch.no_grad()
     def __init__(self, originals, settings, device):  # originals: {nn.Parameter: its owners}
-        # fully_shard makes `settings` of its arguments. settings.axes: first the group of the other
-        # shards, then, with hybrid sharding, that of the copies.
-        self.process_group, *self.replicate_groups = settings.axes
-        self.divide_factor = settings.divide_factor
-        dtype = next(iter(originals)).dtype
-        param_dtype, self.reduce_dtype = settings.dtypes_for(dtype)
+        self.settings = settings  # of fully_shard: axes, divide_factor (mostly N), …
+        self.process_group = settings.axes[0]  # of the ranks with the other shards
         N = dist.get_world_size(self.process_group)
-        total = sum(round_up(p.numel(), PARAMETER_ALIGNMENT) for p in originals)
-        padded = round_up(max(total, 1), N * SHARD_ALIGNMENT)
+        total = sum(round_up(p.numel(), ALIGNMENT) for p in originals)
+        padded = round_up(max(total, 1), N * 8)  # NCCL is slower if shards start elsewhere
         self.shard_size = padded // N  # in elements
         self.shard_start = dist.get_rank(self.process_group) * self.shard_size
-        # Zeros for now. fully_shard() then copies the values of rank 0 into the shards of all.
-        self.shard = settings.new_shard(self.shard_size, dtype, device)
-        self.unsharded = torch.empty(padded, dtype=param_dtype, device=device)
-        self.parameters = []
+        self.make_buffers(padded, next(iter(originals)).dtype, device)
+        self.parameters = []  # ShardedParameters
         start = 0
         for original, owners in originals.items():
             self.parameters.append(ShardedParameter(self, original, owners, start))
-            start += round_up(original.numel(), PARAMETER_ALIGNMENT)
+            start += round_up(original.numel(), ALIGNMENT)
         self.unsharded.untyped_storage().resize_(0)
         self.is_gathered = False  # True from the start of a gather until `unsharded` is freed
         self.gather_handle = None  # of that gather
         self.clear_gradients()
 
+    def make_buffers(self, padded, dtype, device):
+        # Zeros for now. fully_shard() then copies the values of rank 0 into the shards of all.
+        self.shard = torch.zeros(self.shard_size, dtype=dtype, device=device)
+        self.unsharded = torch.empty(padded, dtype=dtype, device=device)
+        self.reduce_dtype = dtype  # of gradients
+
     def clear_gradients(self):
         self.gradients = None  # this rank's, in the layout of `unsharded`
-        self.collected = set()  # the parameters whose gradients are in there
         self.received = None  # gradients of this rank's shard from all ranks, in rank order
         self.reduce_handle = None  # of the all-to-all that fills `received`
 
     def start_unshard(self):
         """Begin to gather the ranks' shards into `unsharded`, unless that has begun."""
-        check_shards(self)
         if self.is_gathered:
             return
         self.is_gathered = True
-        self.version = self.shard._version  # for checks: autograd's count of writes to the shard
         self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
         shard = self.shard.to(self.unsharded)  # its dtype and device
         self.gather_handle = all_gather_single(
-            self.unsharded.view(torch.uint8),
+            self.unsharded.view(torch.uint8),  # bytes, because NCCL does not know all dtypes
             shard.view(torch.uint8),
             group=self.process_group,
             async_op=True,
@@ -254,7 +246,6 @@ class ParameterGroup:
         """Wait for the gather, and put the unsharded parameters on the modules."""
         self.gather_handle.wait()
         for parameter in self.parameters:
-            parameter.unsharded.requires_grad_(parameter.sharded.requires_grad)  # it may be frozen
             parameter.set_on_modules(parameter.unsharded)
 
     def reshard(self, free):
@@ -262,7 +253,6 @@ class ParameterGroup:
         if not self.is_gathered:
             return
         self.gather_handle.wait()  # it may still run
-        check_unsharded(self)
         for parameter in self.parameters:
             parameter.set_on_modules(parameter.sharded)
         if free:
@@ -272,9 +262,7 @@ class ParameterGroup:
 
     @torch.no_grad()
     def collect_gradients(self):
-        """Add each .grad to `gradients`, and clear it. no_sync() keeps earlier sums there."""
-        if not any(parameter.sharded.requires_grad for parameter in self.parameters):
-            return  # all are frozen
+        """Add each .grad of this rank to `gradients`, and clear it."""
         if self.gradients is None:
             # The padding is sent, too, so it must hold zeros: NCCL can be told to check for NaN.
             self.gradients = torch.zeros_like(self.unsharded, dtype=self.reduce_dtype)
@@ -283,16 +271,13 @@ class ParameterGroup:
             if gradient is not None:
                 parameter.view(self.gradients).add_(gradient)
                 parameter.unsharded.grad = None
-                self.collected.add(parameter)
 
     def start_reduce(self):
-        """Begin to send each rank its part of `gradients`, unless that has begun."""
-        if self.gradients is not None and self.reduce_handle is None:
-            self.mark_missing_gradients()
-            self.received = torch.empty_like(self.gradients)
-            self.reduce_handle = dist.all_to_all_single(
-                self.received, self.gradients, group=self.process_group, async_op=True
-            )
+        """Begin to send each rank its part of `gradients`."""
+        self.received = torch.empty_like(self.gradients)
+        self.reduce_handle = dist.all_to_all_single(
+            self.received, self.gradients, group=self.process_group, async_op=True
+        )
 
     @torch.no_grad()
     def finish_reduce(self):
@@ -300,89 +285,43 @@ class ParameterGroup:
         if self.reduce_handle is None:
             return
         self.reduce_handle.wait()
-        total = sum_in_rank_order(self.received, self.shard_size)
-        for group in self.replicate_groups:
-            dist.all_reduce(total, group=group)
-        mean = (total / self.divide_factor).to(self.shard)
+        mean = (self.sum_over_ranks() / self.settings.divide_factor).to(self.shard)
         for parameter in self.parameters:
-            if self.any_rank_has_gradient(parameter, total):  # otherwise .grad may stay None
-                gradient = parameter.part_of_shard(mean)
-                sharded = parameter.sharded
-                sharded.grad = gradient if sharded.grad is None else sharded.grad.add_(gradient)
+            gradient = parameter.part_of_shard(mean)
+            sharded = parameter.sharded
+            sharded.grad = gradient if sharded.grad is None else sharded.grad.add_(gradient)
         self.clear_gradients()
 
-    # Section 5 has these two. Ranks send zeros for a missing gradient, but with a sign: -0.0.
-
-    def mark_missing_gradients(self):
-        mark_missing_gradients(self)
-
-    def any_rank_has_gradient(self, parameter, total):
-        return any_rank_has_gradient(parameter, total)
-
-
-def sum_in_rank_order(received, shard_size):
-    if received.dtype == torch.float16:
-        received = received.float()  # a sum may exceed 65504, the limit of float16
-    # sum() would begin with 0.0, and 0.0 + -0.0 is 0.0: it would lose the sign of section 5.
-    return functools.reduce(torch.add, received.split(shard_size))
+    def sum_over_ranks(self):
+        return functools.reduce(torch.add, self.received.split(self.shard_size))
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. When a unit is gathered and reduced. fully_shard ends with make_unit, which makes a Unit of the
-# module and registers the Unit's pre_forward and post_forward as hooks. post_forward registers
-# pre_backward as a hook of the outputs. pre_forward puts PostBackward into the graph, which calls
-# post_backward. The first step records which unit comes next, so that later steps unshard it early.
-# Here is a later step of a model that calls the units 0, 1 and 2. M is the model's own unit, which
-# has no parameters here.
+# 3. When a unit is gathered and reduced. fully_shard makes ParameterGroups of the parameters of a
+# module, a Unit of these groups, and a Schedule of all units. Methods of a Unit are hooks:
+# pre_forward and post_forward of the module, and pre_backward of its outputs. pre_forward puts a
+# PostBackward before the unit into the graph, whose backward calls post_backward. The first step
+# records which unit comes next, so that later steps gather it early. Here is a later step of a
+# model that calls the units 0, 1 and 2. The model's own unit has no parameters here, and is left
+# out.
 #
-#                      waits for   frees     then starts          units in memory, or on their way
-#    pre_forward M                           gather 0             0
-#    pre_forward 0     gather 0              gather 1             0 1
-#    post_forward 0                unit 0                           1
-#    pre_forward 1     gather 1              gather 2               1 2
-#    post_forward 1                unit 1                             2
-#    pre_forward 2     gather 2              (unit 2 is next)         2
+#                      waits for   frees     then starts     units in memory, or on their way
+#    pre_forward 0     gather 0              gather 1        0 1
+#    post_forward 0                unit 0                      1
+#    pre_forward 1     gather 1              gather 2          1 2
+#    post_forward 1                unit 1                        2
+#    pre_forward 2     gather 2                                  2
 #    post_forward 2                unit 2
-#    post_forward M
-#    pre_backward 2    gather 2              (M is next)              2
-#    pre_backward M                          gather 1               1 2
-#    post_backward 2               unit 2    reduce 2               1
-#    pre_backward 1    gather 1              gather 0             0 1
-#    post_backward 1   reduce 2    unit 1    reduce 1             0
-#    pre_backward 0    gather 0                                   0
-#    post_backward M   reduce 1                                   0
-#    post_backward 0               unit 0    reduce 0
+#    pre_backward 2    gather 2              gather 1          1 2
+#    post_backward 2               unit 2    reduce 2          1
+#    pre_backward 1    gather 1              gather 0        0 1
+#    post_backward 1   reduce 2    unit 1    reduce 1        0
+#    pre_backward 0    gather 0                              0
+#    post_backward 0   reduce 1    unit 0    reduce 0
 #    end_backward      reduce 0
 #
-# M returns what unit 2 returns, so pre_backward 2 and pre_backward M are hooks of one tensor, and
-# run in the order in which they were added. The model's input needs no gradient here. So no
-# PostBackward calls post_backward M and post_backward 0, but end_backward does.
-#
-# Each unshard() looks up in next_unit which unit came next in the step before, and starts to gather
-# it. After unit 2 in forward comes unit 2 in backward. pre_forward 2 finds it gathered already, and
-# starts nothing. So pre_backward 2 has to start the second gather 2 itself.
-
-
-def make_unit(module, groups, settings):
-    """End fully_shard(module), which has made ParameterGroups of the module's parameters."""
-    unit = Unit(groups, settings)
-    module._fsdp_unit = unit
-    module.register_forward_pre_hook(unit.pre_forward, prepend=True, with_kwargs=True)
-    module.register_forward_hook(unit.post_forward, always_call=True)  # also if forward raises
-    # Inner modules are units already. Their Schedules are replaced by this one.
-    schedule = Schedule(units_of(module))
-    for each in schedule.units:
-        each.schedule = schedule
-    return unit
-
-
-def units_of(module):
-    return [m._fsdp_unit for m in module.modules() if hasattr(m, "_fsdp_unit")]
-
-
-def in_backward():
-    """Return whether autograd is running. A forward that runs then is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
+# Gather 0 in forward and gather 2 in backward do not start early: the unit that comes next after
+# unit 2 is unit 2, which is still gathered.
 
 
 class Schedule:
@@ -390,40 +329,26 @@ class Schedule:
 
     def __init__(self, units):
         self.units = units
-        self.outermost = None  # during a forward, the unit that the user called: mostly the model
+        self.groups = [group for unit in units for group in unit.groups]
+        for unit in units:
+            unit.schedule = self  # inner modules are units already: it replaces their Schedule
         self.backward_is_running = False
         self.latest = None  # (unit, in_backward()) of the latest unshard(); None: none in this step
         self.next_unit = {}  # {(unit, in_backward()): which was unshard()ed next in the last step}
-        # no_sync() hides the gradients that it keeps. .grad becomes NaN, so that section 5 sees
-        # whether zero_grad() has removed it. A list of (parameter, that NaN, the old .grad).
-        self.marks = []
 
-    def reshard_all(self):
-        self.latest = None
-        for unit in self.units:
-            unit.reshard()
 
-    def finish_reduce(self):
-        for unit in self.units:
-            for group in unit.groups:
-                group.finish_reduce()
-
-    # Section 5 has these two, for gradients that no_sync() keeps.
-
-    def drop_zeroed_gradients(self):
-        drop_zeroed_gradients(self)
-
-    def mark_kept_gradients(self):
-        mark_kept_gradients(self)
+def in_backward():
+    """Return whether autograd is running. A forward that runs then is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class PostBackward(torch.autograd.Function):
     """The identity, for an input of a unit. Its backward calls the unit's post_backward.
 
     This node may be ready before the gradients of the unit's weights are computed, as the gradient
-    of a linear layer's input may be before that of its weight. But autograd
-    first runs the ready nodes that accumulate .grad, and then the newest ready node. This one is
-    older than all nodes of the unit, so it runs last.
+    of a linear layer's input may be before that of its weight. But autograd first runs the ready
+    nodes that accumulate .grad, and then the newest ready node. This one is older than all nodes of
+    the unit, so it runs last.
     """
 
     @staticmethod
@@ -438,30 +363,27 @@ class PostBackward(torch.autograd.Function):
 
 
 class Unit:
-    """The hooks of a module, in the order of a step. Each helper follows its first caller."""
+    """The hooks of a module, in the order of a step. Each helper follows its first caller.
 
-    def __init__(self, groups, settings):
+    From above: a group can start_unshard, finish_unshard, reshard, collect_gradients, start_reduce
+    and finish_reduce. To finish is to wait.
+    """
+
+    def __init__(self, module, groups, settings):
         self.groups = groups  # ParameterGroups
-        self.settings = settings
-        self.schedule = None  # set by make_unit
+        self.settings = settings  # of fully_shard: reshard_after_forward (mostly True), …
+        self.schedule = None  # set by Schedule
         self.awaits_post_backward = False  # pre_backward has run, and post_backward has not
-        # Names of the contexts of section 4 that are active: "no_sync": send nothing yet;
-        # "keep_unsharded": free nothing.
-        self.contexts = []
+        module._fsdp_unit = self
+        module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self.post_forward, always_call=True)  # also if forward raises
 
     def pre_forward(self, module, args, kwargs):
         """Unshard, and pass the inputs through PostBackward."""
-        if self.schedule.outermost is None and not in_backward():  # the user called it
-            check_last_backward(self.schedule)
-            self.schedule.outermost = self
-            # A forward without a backward leaves units gathered, and the shards may have changed.
-            self.schedule.reshard_all()
         self.unshard()
         return tree_map_only(torch.Tensor, self.prepare_input, (args, kwargs))
 
     def prepare_input(self, tensor):
-        if tensor.is_floating_point():
-            tensor = tensor.to(dtype=self.settings.mp_policy.param_dtype)  # None: no cast
         return PostBackward.apply(self, tensor) if tensor.requires_grad else tensor
 
     def unshard(self):
@@ -483,22 +405,16 @@ class Unit:
 
     def post_forward(self, module, args, output):
         """Reshard. Register pre_backward to run when backward reaches an output."""
-        for tensor in self.tensors_in(output):
-            tensor.register_hook(self.pre_backward)
-        # Autocast would keep 16-bit copies of whole parameters, and use them in the next forward.
-        torch.clear_autocast_cache()
+        for tensor in tree_leaves(output):
+            if torch.is_tensor(tensor) and tensor.requires_grad:
+                tensor.register_hook(self.pre_backward)
         # After a recomputation the unit stays unsharded, because its backward follows.
         if not in_backward():
-            self.reshard(free=self.settings.reshard_after_forward or not torch.is_grad_enabled())
-        if self.schedule.outermost is self:
-            self.schedule.outermost = None
-
-    def tensors_in(self, output):  # section 5: those that have a graph
-        return tensors_in(output)
+            self.reshard(free=self.settings.reshard_after_forward)
 
     def reshard(self, free=True):
         for group in self.groups:
-            group.reshard(free and "keep_unsharded" not in self.contexts)
+            group.reshard(free)
 
     def pre_backward(self, gradient):
         """Unshard. Each output calls this, but only the first call counts."""
@@ -507,7 +423,6 @@ class Unit:
         self.awaits_post_backward = True
         if not self.schedule.backward_is_running:
             self.schedule.backward_is_running = True
-            self.schedule.drop_zeroed_gradients()  # after no_sync() only
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         self.unshard()
 
@@ -518,26 +433,21 @@ class Unit:
         self.awaits_post_backward = False
         # The previous unit's reduction ran during this unit's backward. Now it frees its buffers,
         # before this unit needs some.
-        self.schedule.finish_reduce()
+        for group in self.schedule.groups:
+            group.finish_reduce()
         self.reshard()
         for group in self.groups:
             group.collect_gradients()
-        self.start_reduce()
-
-    def start_reduce(self):
-        if "no_sync" not in self.contexts:
-            for group in self.groups:
-                group.start_reduce()
+            group.start_reduce()
 
     def end_backward(self):
-        """End what all units have begun."""
+        """End what all units have begun. Autograd calls this when backward is over."""
         schedule = self.schedule
         for unit in schedule.units:
             unit.post_backward()  # if no input needed a gradient, PostBackward did not call it
-            unit.start_reduce()  # of what no_sync() kept, if this backward did not reach the unit
-        schedule.finish_reduce()
-        schedule.reshard_all()
-        schedule.mark_kept_gradients()
+        for group in schedule.groups:
+            group.finish_reduce()
+        schedule.latest = None
         schedule.backward_is_running = False
 
 
@@ -584,17 +494,7 @@ class Settings(NamedTuple):
     mp_policy: MixedPrecisionPolicy
     is_offloaded: bool
     divide_factor: float
-
-    def dtypes_for(self, dtype):
-        """Return the dtypes of unsharded parameters and of reductions, for shards of `dtype`."""
-        if not dtype.is_floating_point:  # integers and complex numbers keep theirs
-            return dtype, dtype
-        param_dtype = self.mp_policy.param_dtype or dtype
-        return param_dtype, self.mp_policy.reduce_dtype or param_dtype
-
-    def new_shard(self, size, dtype, device):
-        shard = torch.zeros(size, dtype=dtype, device=device)
-        return shard.cpu().pin_memory() if self.is_offloaded and not shard.is_cpu else shard
+    contexts: list  # names of those that are active
 
 
 def fully_shard(
@@ -615,13 +515,19 @@ def fully_shard(
     """
     axes = choose_axes(mesh, process_group, replicate_group)
     divide_factor = gradient_divide_factor or math.prod(map(dist.get_world_size, axes))
-    is_offloaded = offload_policy is not None
-    settings = Settings(axes, reshard_after_forward, mp_policy, is_offloaded, divide_factor)
+    settings = Settings(
+        axes, reshard_after_forward, mp_policy, offload_policy is not None, divide_factor, []
+    )
     check_module(module, mp_policy.param_dtype)
     check_kept_views(module)
-    unit = make_unit(module, make_groups(module, settings), settings)
+    unit = LibraryUnit(module, make_groups(module, settings), settings)
+    LibrarySchedule(units_of(module))
     refuse_other_uses(module, unit)
     return module
+
+
+def units_of(module):
+    return [m._fsdp_unit for m in module.modules() if hasattr(m, "_fsdp_unit")]
 
 
 @contextmanager
@@ -629,12 +535,12 @@ def context(module, name):
     units = units_of(module)
     for unit in units:
         unit.reshard()  # it may hold the values that it had before the last step
-        unit.contexts.append(name)
+        unit.settings.contexts.append(name)
     try:
         yield
     finally:
         for unit in units:
-            unit.contexts.remove(name)
+            unit.settings.contexts.remove(name)
             unit.reshard()
 
 
@@ -699,7 +605,160 @@ def sharded_parameter(name, sharded):
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. How a unit is made, which gradients exist, and what is refused.
+# 5. What options, accumulation, evaluation and missing gradients add to sections 2 and 3.
+
+
+class LibraryGroup(ParameterGroup):
+    """A ParameterGroup with the options of fully_shard.
+
+    A gradient is None if no rank has one. A rank without one sends -0.0 in all elements. A rank
+    with one sends no -0.0, as it was added to 0.0, and 0.0 + -0.0 is 0.0. A sum is -0.0 only if all
+    ranks sent -0.0.
+
+    no_sync() hides the gradients that it keeps. .grad becomes NaN, so that zero_grad() has
+    something to clear.
+    """
+
+    unused = ()  # parameters without a gradient on any rank
+    marks = ()  # [(parameter, the NaN that is its .grad, the old .grad), …] if no_sync() keeps some
+
+    def make_buffers(self, padded, dtype, device):
+        super().make_buffers(padded, dtype, device)
+        param_dtype, reduce_dtype = self.settings.mp_policy
+        if dtype.is_floating_point:  # integers and complex numbers keep theirs
+            self.unsharded = self.unsharded.to(param_dtype or dtype)
+            self.reduce_dtype = reduce_dtype or self.unsharded.dtype
+        if self.settings.is_offloaded and not self.shard.is_cpu:
+            self.shard = self.shard.cpu().pin_memory()
+
+    def clear_gradients(self):
+        super().clear_gradients()
+        self.collected = set()  # the parameters whose gradients are in `gradients`
+        for parameter in self.unused:
+            parameter.sharded.grad = None
+        self.unused = []
+
+    def start_unshard(self):
+        check_shards(self)
+        for parameter in self.parameters:  # it may be frozen since
+            parameter.unsharded.requires_grad_(parameter.sharded.requires_grad)
+        self.version = self.shard._version  # autograd's count of writes to the shard
+        super().start_unshard()
+
+    def reshard(self, free):
+        for parameter in self.parameters:
+            if parameter.unsharded._version:  # gathers count on `self.unsharded`
+                raise RuntimeError(
+                    f"forward wrote to {name_of(parameter)}, which is lost when the unit is "
+                    "resharded; write to the shard, after optimizer.step()"
+                )
+        free = free or not torch.is_grad_enabled()  # then no backward follows
+        super().reshard(free and "keep_unsharded" not in self.settings.contexts)
+
+    def collect_gradients(self):
+        self.drop_zeroed_gradients()
+        if any(parameter.sharded.requires_grad for parameter in self.parameters):
+            self.collected.update(p for p in self.parameters if p.unsharded.grad is not None)
+            super().collect_gradients()
+
+    def start_reduce(self):
+        self.drop_zeroed_gradients()
+        if "no_sync" in self.settings.contexts:
+            self.mark_kept_gradients()
+        elif self.gradients is not None and self.reduce_handle is None:
+            for parameter in self.parameters:
+                place = parameter.view(self.gradients)
+                if parameter not in self.collected:
+                    place.fill_(-0.0)
+                elif self.reduce_dtype != self.unsharded.dtype:  # a number below 0 may be -0.0 now
+                    place.add_(0.0)  # turns it into 0.0
+            super().start_reduce()
+
+    def sum_over_ranks(self):
+        if self.received.dtype == torch.float16:
+            self.received = self.received.float()  # a sum may exceed 65504, the limit of float16
+        total = super().sum_over_ranks()
+        for group in self.settings.axes[1:]:
+            dist.all_reduce(total, group=group)
+        for parameter in self.parameters:
+            if parameter.sharded.grad is None and parameter not in self.collected:
+                elements = total[parameter.slice].real  # a complex number has no sign bit
+                if ((elements == 0) & elements.signbit()).all():
+                    self.unused.append(parameter)
+        return total
+
+    def mark_kept_gradients(self):
+        shards = [(parameter, parameter.sharded) for parameter in self.collected]
+        self.marks = [(p, torch.full_like(shard, torch.nan), shard.grad) for p, shard in shards]
+        for parameter, mark, _ in self.marks:
+            parameter.sharded.grad = mark
+
+    def drop_zeroed_gradients(self):
+        """Forget what no_sync() kept for parameters whose .grad was cleared since."""
+        for parameter, mark, sent_before in self.marks:
+            gradient = parameter.sharded.grad
+            if gradient is mark and mark._version == 0:  # the count of writes to it
+                parameter.sharded.grad = sent_before
+            elif gradient is not None and gradient.any():
+                raise RuntimeError(
+                    f"the gradient of {name_of(parameter)} changed while no_sync() keeps a part of "
+                    "it; clip or unscale after the last backward"
+                )
+            else:
+                self.collected.remove(parameter)
+                parameter.view(self.gradients).zero_()
+        self.marks = ()
+
+
+class LibrarySchedule(Schedule):
+    outermost = None  # during a forward, the unit that the user called: mostly the model
+
+    def reshard_all(self):
+        self.latest = None
+        for unit in self.units:
+            unit.reshard()
+
+
+class LibraryUnit(Unit):
+    """A Unit that may be called for evaluation, or while autograd is suspended or autocasts."""
+
+    def pre_forward(self, module, args, kwargs):
+        schedule = self.schedule
+        if schedule.outermost is None and not in_backward():
+            if schedule.backward_is_running:
+                raise RuntimeError("an earlier backward raised an error; nothing is right after it")
+            if not schedule.next_unit:  # the first forward
+                for name, parameter in module.named_parameters():
+                    # Of those that were added after fully_shard, each rank would train its own.
+                    sharded_parameter(name, parameter)
+            schedule.outermost = self
+            # A forward without a backward leaves units gathered, and the shards may have changed.
+            schedule.reshard_all()
+        return super().pre_forward(module, args, kwargs)
+
+    def prepare_input(self, tensor):
+        if tensor.is_floating_point():
+            tensor = tensor.to(dtype=self.settings.mp_policy.param_dtype)  # None: no cast
+        return super().prepare_input(tensor)
+
+    def post_forward(self, module, args, output):
+        super().post_forward(module, args, list(tensors_in(output)))
+        # Autocast would keep 16-bit copies of whole parameters, and use them in the next forward.
+        torch.clear_autocast_cache()
+        if self.schedule.outermost is self:
+            self.schedule.outermost = None
+
+    def end_backward(self):
+        for unit in self.schedule.units:
+            unit.post_backward()
+        for group in self.schedule.groups:
+            group.start_reduce()  # of what no_sync() kept, if this backward did not reach the unit
+        super().end_backward()
+        self.schedule.reshard_all()
+
+
+# --------------------------------------------------------------------------------------------------
+# 6. How a unit is made, and what is refused.
 
 
 def choose_axes(mesh, process_group, replicate_group):
@@ -722,18 +781,13 @@ def check_module(module, param_dtype):
             raise ValueError(f"{name} has max_norm: each rank's forward would change other rows")
         weight = child._parameters.get("weight")
         statistics = child._buffers.get("running_mean")
-        is_affine = weight is not None and statistics is not None
-        if is_affine and not hasattr(weight, "_sharded_parameter"):
-            check_statistics(name, statistics.dtype, param_dtype)
-
-
-def check_statistics(name, dtype, param_dtype):
-    """The kernels of BatchNorm want parameters of their dtype."""
-    if param_dtype not in (None, dtype):
-        raise ValueError(
-            f"{name} has running statistics of {dtype}, but would get parameters of {param_dtype}; "
-            "first call fully_shard on it alone, without mp_policy"
-        )
+        if weight is None or statistics is None or hasattr(weight, "_sharded_parameter"):
+            continue
+        if param_dtype not in (None, statistics.dtype):  # its kernels want parameters of its dtype
+            raise ValueError(
+                f"{name} has running statistics of {statistics.dtype}, but would get parameters of "
+                f"{param_dtype}; first call fully_shard on it alone, without mp_policy"
+            )
 
 
 def make_groups(module, settings):
@@ -744,8 +798,8 @@ def make_groups(module, settings):
     module.apply(functools.partial(materialize, device))
     groups = []
     for originals in by_kind.values():
-        group = ParameterGroup(originals, settings, device)
-        fill_shard(group, settings.axes)
+        group = LibraryGroup(originals, settings, device)
+        fill_shard(group)
         for parameter, original in zip(group.parameters, originals, strict=True):
             refuse_uses_outside(parameter, original)
         groups.append(group)
@@ -753,7 +807,7 @@ def make_groups(module, settings):
 
 
 @torch.no_grad()
-def fill_shard(group, axes):
+def fill_shard(group):
     """Broadcast the first rank's originals, and keep this rank's part."""
     whole = group.unsharded.new_zeros(len(group.unsharded), dtype=group.shard.dtype)
     for parameter in group.parameters:
@@ -761,7 +815,9 @@ def fill_shard(group, axes):
         # Not those of find_parameters(): materialize() may have replaced them.
         parameter.view(whole).copy_(module._parameters[attribute])
         parameter.set_on_modules(parameter.sharded)
-    for axis in axes:  # after both, all ranks have the values of the grid's first rank
+    for (
+        axis
+    ) in group.settings.axes:  # after both, all ranks have the values of the grid's first rank
         # Bytes, because NCCL has no 16-bit integers.
         dist.broadcast(whole.view(torch.uint8), group=axis, group_src=0)
     group.shard.copy_(whole[group.shard_start :][: group.shard_size])
@@ -811,22 +867,20 @@ def check_same_on_grid(facts, axes):
 
 def check_kept_views(module):
     """Raise ValueError if a module keeps a view of a parameter: it would never see an update."""
-    places = set(map(place_of, module.parameters()))
+    of_parameters = addresses(nn.Parameter, module.parameters())
     for path, child in module.named_modules():
         for name, kept in vars(child).items():
-            views = [x for x in tree_leaves(kept) if type(x) is torch.Tensor]
-            is_view = places.intersection(map(place_of, views)) - {None}
-            if is_view and name != "_buffers":
+            if name != "_buffers" and of_parameters & addresses(torch.Tensor, tree_leaves(kept)):
                 raise ValueError(
                     f"{path}.{name} is a view of a parameter, which would not see its updates: "
                     "make it in forward"
                 )
 
 
-def place_of(tensor):
-    """Return the address of the tensor's memory, or None: sparse tensors and others have none."""
-    is_plain = type(tensor) in (nn.Parameter, torch.Tensor) and tensor.layout == torch.strided
-    return tensor.untyped_storage().data_ptr() or None if is_plain else None
+def addresses(kind, values):
+    """Return where the tensors of that type are in memory. Sparse tensors and others have none."""
+    tensors = [x for x in values if type(x) is kind and x.layout == torch.strided]
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
 
 
 def check_same_on_all_ranks(what, facts, process_group=None):
@@ -878,7 +932,6 @@ def refuse_other_uses(module, unit):
     for owner in {owner for parameter in parameters for owner, _ in parameter.owners}:
         owner.register_forward_hook(functools.partial(watch_outputs, unit))
         owner.register_load_state_dict_pre_hook(cut_state_dict)
-    watch_first_forward(module)
     module.register_state_dict_pre_hook(check_is_full_state_dict)
     module.__deepcopy__ = check_is_no_copy
 
@@ -903,28 +956,11 @@ def check_backward(unit, *_):
         raise RuntimeError("create_graph=True: second-order gradients would need what is freed")
 
 
-def watch_first_forward(module):
-    """Refuse parameters that were added after fully_shard: ranks would train them apart."""
-
-    def check(module, args):
-        handle.remove()
-        for name, parameter in module.named_parameters():
-            sharded_parameter(name, parameter)
-
-    # prepend: the other hook puts unsharded parameters on the module.
-    handle = module.register_forward_pre_hook(check, prepend=True)
-
-
 def call_in_backward(function, leaf):
     if leaf.is_floating_point() or leaf.is_complex():
         requires_grad = leaf.requires_grad
         leaf.requires_grad_().register_hook(function)  # it may be unfrozen later
         leaf.requires_grad_(requires_grad)
-
-
-def check_last_backward(schedule):
-    if schedule.backward_is_running:
-        raise RuntimeError("an earlier backward raised an error; nothing is right after it")
 
 
 def check_shards(group):
@@ -943,15 +979,6 @@ def check_shards(group):
                 raise ValueError(
                     f"{name_of(parameter)} was moved or replaced; call .to() before fully_shard"
                 )
-
-
-def check_unsharded(group):
-    for parameter in group.parameters:
-        if parameter.unsharded._version:  # gathers count on `group.unsharded`
-            raise RuntimeError(
-                f"forward wrote to {name_of(parameter)}, which is lost when the unit is resharded; "
-                "write to the shard, after optimizer.step()"
-            )
 
 
 def name_of(parameter):
@@ -980,6 +1007,7 @@ def refuse_uses_outside(parameter, original):
         setattr(parameter.sharded, method, refuse)
     call_in_backward(refuse, parameter.sharded)
     call_in_backward(refuse, original)
+    parameter.sharded._sharded_parameter = parameter
     original._sharded_parameter = parameter
     if type(original) is nn.Parameter:
         original.__class__ = ReplacedParameter
@@ -1004,70 +1032,20 @@ def check_is_no_copy(memo):
 def tensors_in(output):
     """Yield the tensors that have a graph, also those in containers and dataclasses."""
     for leaf in tree_leaves(output):
+        parts = []  # of a container that tree_leaves() does not know
         if torch.is_tensor(leaf) and leaf.grad_fn is not None:
             yield leaf
-        elif isinstance(leaf, Mapping):  # a subclass, which tree_leaves() does not know
-            yield from tensors_in([*leaf.values()])
+        elif isinstance(leaf, Mapping):
+            parts = leaf.values()
         elif isinstance(leaf, (list, tuple)):
-            yield from tensors_in([*leaf])
+            parts = leaf
         elif dataclasses.is_dataclass(leaf):
-            fields = dataclasses.fields(leaf)
-            yield from tensors_in([getattr(leaf, field.name) for field in fields])
-
-
-# Which gradients exist: finish_reduce() must know whether any rank has one of a parameter. A rank
-# without one sends -0.0 in all elements. A rank with one sends no -0.0, as it was added to 0.0, and
-# 0.0 + -0.0 is 0.0. A sum is -0.0 only if all ranks sent -0.0.
-
-
-def mark_missing_gradients(group):
-    rounds = torch.promote_types(group.unsharded.dtype, group.reduce_dtype) != group.reduce_dtype
-    for parameter in group.parameters:
-        place = parameter.view(group.gradients)
-        if parameter not in group.collected:
-            place.fill_(-0.0)
-        elif rounds:  # a number below 0 may have become -0.0
-            place.add_(0.0)  # turns it into 0.0
-
-
-def any_rank_has_gradient(parameter, total):
-    if parameter in parameter.group.collected:
-        return True  # this rank has one, so the host need not wait for the sum
-    elements = total[parameter.slice].real  # a complex number has no sign bit
-    return not ((elements == 0) & elements.signbit()).all()
-
-
-# After a backward in no_sync(), .grad is NaN, so that zero_grad() has something to clear.
-
-
-def mark_kept_gradients(schedule):
-    groups = [group for unit in schedule.units for group in unit.groups]
-    for parameter in [parameter for group in groups for parameter in group.collected]:
-        sharded = parameter.sharded
-        mark = torch.full_like(sharded, torch.nan)
-        schedule.marks.append((parameter, mark, sharded.grad))
-        sharded.grad = mark
-
-
-def drop_zeroed_gradients(schedule):
-    """Forget what no_sync() kept for parameters whose .grad was cleared since."""
-    for parameter, mark, sent_before in schedule.marks:
-        gradient = parameter.sharded.grad
-        if gradient is mark and mark._version == 0:  # the count of writes to it
-            parameter.sharded.grad = sent_before
-        elif gradient is not None and gradient.any():
-            raise RuntimeError(
-                f"the gradient of {name_of(parameter)} changed while no_sync() keeps a part of it; "
-                "clip or unscale after the last backward"
-            )
-        else:
-            parameter.group.collected.remove(parameter)
-            parameter.view(parameter.group.gradients).zero_()
-    schedule.marks = []
+            parts = [getattr(leaf, field.name) for field in dataclasses.fields(leaf)]
+        yield from tensors_in(list(parts))
 
 
 # --------------------------------------------------------------------------------------------------
-# 6. State dicts of the whole model, and shards for checkpoint.py.
+# 7. State dicts of the whole model, and shards for checkpoint.py.
 
 
 def gather_full(sharded, tensor):
@@ -1136,7 +1114,7 @@ def shards(module, optimizer):
         if not sharded.numel() and parameter.shape.numel():
             # Adam's "step" is too small if only other ranks had gradients.
             state = {}
-        start = max(parameter.group.shard_start - parameter.start_in_unsharded, 0)
+        start = max(parameter.group.shard_start - parameter.start, 0)
         yield name, parameter.shape, start, sharded, state
 
 
