@@ -47,7 +47,7 @@ Left out: complex matrices; convolutions; a stack with several owners; sparse gr
           overlap of the exchange with backward; updates sent along a ring or tree, which many ranks
           need; 16-bit master weights (amp.py)
 
-Read section 1 for the idea (9 minutes), to section 4 for the technique (26), and the rest to use
+Read section 1 for the idea (9 minutes), to section 3 for the technique (26), and the rest to use
 it as a library (32).
 """
 
@@ -201,17 +201,15 @@ class Muon(torch.optim.Optimizer):
 
     All ranks begin with rank 0's parameters. A matrix is updated if any rank has a gradient for it.
     Ranks without one send zeros. step() does not change .grad. A parameter of shape (E, m, n) is a
-    stack of E matrices, and has one owner. So leave out the weights of nn.Conv1d.
+    stack of E matrices, and has one owner. So leave out the weights of nn.Conv1d. To clip, call
+    clip_grad_norm_() of this file: that of torch.nn.utils clips own gradients before their mean.
 
-    Call clip_grad_norm_(optimizer, max_norm) of this file to clip. That of torch.nn.utils would
-    clip each rank's own gradients, before their mean.
-
-    `state` has only the momenta of own matrices. But state_dict() has all, on every rank, and
-    torch.optim.Muon can load it. As with torch.optim.Muon, an inf or NaN in a gradient spoils the
-    momentum for good. GradScaler of amp.py skips such steps on all ranks.
+    `state` has only the momenta of own matrices. state_dict() has all, on every rank, in the form
+    of torch.optim.Muon. An inf or NaN in a gradient spoils the momentum for good, as there.
+    GradScaler of amp.py skips such steps on all ranks.
     """
 
-    _given = {}  # the shapes of ShardedMuon
+    _given = {}  # the shapes of ShardedMuon, in section 4, which overrides four methods
 
     def __init__(
         self,
@@ -307,13 +305,7 @@ class Muon(torch.optim.Optimizer):
         to_send = [sum(tensor.numel() for tensor in tensors) for tensors in outgoing]
         to_receive = [sum(each) for each in numels]
         received = flat.new_empty(sum(to_receive))
-        dist.all_to_all_single(
-            received,
-            flat,
-            to_receive,
-            to_send,
-            group=self.process_group,
-        )
+        dist.all_to_all_single(received, flat, to_receive, to_send, group=self.process_group)
         sizes = itertools.chain(*numels)
         return received.split(list(sizes))
 
@@ -336,10 +328,8 @@ class Muon(torch.optim.Optimizer):
         # A sum in 16 bits would round each time, and in float16 overflow at 65504.
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         total = sum(gradient.to(dtype) for gradient in gradients)  # in rank order, as on one device
-        # With the strides of the parameter, because matrix products round by strides.
-        mean = torch.empty_like(parameter)
-        average = total / self.N
-        return mean.copy_(average.view(mean.shape))
+        mean = torch.empty_like(parameter)  # has its strides, by which matrix products round
+        return mean.copy_(total.div_(self.N).view(mean.shape))
 
     def _parts_for_ranks(self, parameter, update):
         return [update] * self.N
@@ -377,7 +367,8 @@ class Muon(torch.optim.Optimizer):
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. ShardedMuon: each rank has a part of each matrix, of its mean gradient, and of its momentum.
+# 4. The library: ShardedMuon. Each rank has a part of each matrix, of its mean gradient, and of its
+# momentum.
 
 
 def view_of(whole, shape, offset):
@@ -502,7 +493,8 @@ def clip_grad_norm_(optimizer, max_norm, norm_type=2.0):
     norms = [optimizer._any_matrix.new_zeros((), dtype=dtype)]  # a rank may own nothing
     for parameter, gradients in parts.items():
         mean = optimizer._mean(parameter, gradients)
-        norms.append(torch.linalg.vector_norm(mean, norm_type, dtype=dtype))
+        norm = torch.linalg.vector_norm(mean, norm_type, dtype=dtype)
+        norms.append(norm)
     own_norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     everyone = [torch.empty_like(own_norm) for _ in range(optimizer.N)]
     dist.all_gather(everyone, own_norm, group=optimizer.process_group)
@@ -529,8 +521,9 @@ def check_matrices(optimizer):
                 f"the matrix of {shape} differs between ranks: {parameter.differ_between_ranks}; "
                 "use ShardedMuon, or for experts a process_group of ranks with the same ones"
             )
-        if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
-            raise ValueError(f"adjust_lr_fn {group['adjust_lr_fn']} is not supported")
+        adjustment = group["adjust_lr_fn"]
+        if adjustment not in (None, "original", "match_rms_adamw"):
+            raise ValueError(f"adjust_lr_fn {adjustment} is not supported")
         # SGD refuses the same learning rates, momenta and decays as torch.optim.Muon.
         shared = {name: group[name] for name in ("lr", "momentum", "weight_decay")}
         torch.optim.SGD([parameter], **shared)
@@ -540,7 +533,8 @@ def is_part(optimizer, parameter):
     """Whether this is a slice of a matrix, or a stack of which other ranks have other matrices."""
     ranks = set(getattr(parameter, "differ_between_ranks", ()))
     if parameter.ndim == 3:
-        ranks &= set(dist.get_process_group_ranks(optimizer.process_group or dist.group.WORLD))
+        group = optimizer.process_group or dist.group.WORLD
+        ranks.intersection_update(dist.get_process_group_ranks(group))
     return len(ranks) > 1 and parameter not in optimizer._given
 
 
