@@ -34,8 +34,8 @@ send m·bsh less.
 
 The last two are for m ≥ p, and zero_bubble's for equally long F and halves of B.
 
-Read section 1 for the idea (13 minutes), to section 3 for the technique (58), and the rest to use
-it as a library (86). Sections 2 and 3 have 1F1B and interleaving. Section 4, zero bubble, is a
+Read section 1 for the idea (11 minutes), to section 3 for the technique (45), and the rest to use
+it as a library (88). Sections 2 and 3 have 1F1B and interleaving. Section 4, zero bubble, is a
 refinement.
 
 Run:      torchrun --nproc-per-node 2 pipeline.py --schedule zero_bubble
@@ -127,12 +127,12 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
 
-# 1F1B begins with some forwards, the warmup. Then forwards and backwards take turns until one of
-# them runs out. For example, the schedules of rank 0 of 3. "|" is the end of the warmup:
+# 1F1B begins with some forwards, the warmup. Then backwards and forwards take turns until only
+# backwards are left. For example, the schedules of rank 0 of 3. "|" is the end of the warmup:
 #
-#   gpipe, m = 4        0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3
-#   1f1b, m = 4         0F0 0F1 | 0F2 0B0 0F3 0B1 0B2 0B3
-#   interleaved_1f1b    0F0 0F1 0F2 3F0 3F1 3F2 0F3 | 0F4 3B0 0F5 3B1 3F3 3B2 3F4 0B0 3F5 0B1 0B2
+#   gpipe, m = 4        0F0 0F1 0F2 0F3 | 0B0 0B1 0B2 0B3
+#   1f1b, m = 4         0F0 0F1 0F2 | 0B0 0F3 0B1 0B2 0B3
+#   interleaved_1f1b    0F0 0F1 0F2 3F0 3F1 3F2 0F3 0F4 | 3B0 0F5 3B1 3F3 3B2 3F4 0B0 3F5 0B1 0B2
 #   m = 6, v = 2        3B3 3B4 3B5 0B3 0B4 0B5
 #
 # Interleaved, this rank has stages 0 and 3. Micro-batches go in rounds of p, here 0 1 2 and 3 4 5.
@@ -142,7 +142,7 @@ class Action(NamedTuple):
 def schedule_of_rank(name, rank, p, m, v):
     """Return the list of a rank's actions, for p ranks, m micro-batches and v stages a rank."""
     stages = range(rank, p * v, p)
-    # Some rounds have more than p micro-batches if p does not divide m. If m < p, one round has m.
+    # m // p rounds, but at least one. If p does not divide m, some have more than p micro-batches.
     rounds = [each.tolist() for each in torch.arange(m).tensor_split(max(1, m // p))]
     forwards = []
     backwards = []
@@ -151,24 +151,29 @@ def schedule_of_rank(name, rank, p, m, v):
         backwards += [Action(stage, "B", i) for stage in stages[::-1] for i in micro_batches]
     if name == "gpipe":
         return forwards + backwards
-    if name == "naive":
-        return sorted(forwards + backwards, key=lambda action: action.micro_batch)  # stable
-    # The first backward is that of the rank's last stage for micro-batch 0. Before it, the first
-    # round goes through the rank's other stages. Then micro-batch 0 goes through the later ranks
-    # and comes back. For each later rank, this rank runs one more forward. Interleaved, it runs
-    # two, so that a message has the time of one action to travel. So rank 0 above runs 2, or 3 + 4.
+    if name == "naive":  # sorted() keeps the order of a micro-batch's actions
+        return sorted(forwards + backwards, key=lambda action: action.micro_batch)
+    # Section 4 makes zero_bubble from what follows, 1f1b.
+    # The first backward is that of micro-batch 0 on the rank's last stage. Before it, the rank runs
+    # - the first round on its other stages,
+    # - micro-batch 0 on its last stage,
+    # - one forward for each later rank, to which micro-batch 0 goes, and from which it comes back.
+    #   Interleaved, two: so each message has the time of one action to travel.
+    # For rank 0 above, these are 0 + 1 + 2, and 3 + 1 + 4 if interleaved.
     per_later_rank = 2 if name == "interleaved_1f1b" else 1
-    warmup = (v - 1) * len(rounds[0]) + per_later_rank * (p - 1 - rank)
-    turns = itertools.zip_longest(forwards[warmup:], backwards)
+    warmup = (v - 1) * len(rounds[0]) + 1 + per_later_rank * (p - 1 - rank)
+    turns = itertools.zip_longest(backwards, forwards[warmup:])
     return forwards[:warmup] + [action for turn in turns for action in turn if action]
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. The pipeline runs any schedule of F and B. Its methods come in the order in which they run.
+# 3. The pipeline runs any schedule of F and B. From step() on, methods come in the order in which
+#    they run.
 #
-# A message is {index: tensor}. F takes the inputs of its stage, and gives its outputs to F of the
-# next stage. B takes the gradients of the outputs, and gives those of the inputs to B of the
-# previous stage. The life of the message from 0F0, on rank 0, to 1F0, on rank 1:
+# F takes the inputs of its stage, and gives its outputs to F of the next stage. B takes the
+# gradients of the outputs, and gives those of the inputs to B of the previous stage. A message has
+# such tensors: {index of the input or output: tensor}. The life of the message from 0F0, on rank 0,
+# to 1F0, on rank 1:
 #
 #   rank 0      run(0F0) gives it
 #   all ranks   _transfer(): rank 0 copies it, and starts isend
@@ -200,17 +205,20 @@ class BasicPipeline(nn.Module):
     loss_fn(output, target): the mean loss of a micro-batch.
     """
 
+    kinds = ("FB",)  # F, then B, for each stage and micro-batch. check_schedule() refuses others.
+
     def __init__(self, stages, schedule, num_microbatches, loss_fn, process_group=None):
         super().__init__()
-        is_list = isinstance(stages, (list, nn.ModuleList))
-        stages = nn.ModuleList(stages if is_list else [stages])
+        if not isinstance(stages, (list, nn.ModuleList)):
+            stages = [stages]
+        stages = nn.ModuleList(stages)
         self.num_microbatches = num_microbatches
         self.loss_fn = loss_fn
         self._group = process_group
         self._rank = dist.get_rank(process_group)
-        # schedule: the list of each rank's actions. _takers: all ranks' actions, in the order in
-        # which a simulation ends them. Each has the action that takes its message, or None:
-        # {0F0: 1F0, 1F0: 2F0, …, 0B0: None}.
+        # schedule: the list of each rank's actions. _takers: {action: the one that takes its
+        # message, or None}, such as {0F0: 1F0, …, 2F0: None, 2B0: 1B0, …}. It has all ranks'
+        # actions, in the order in which section 6 predicts that they end.
         self.schedule, self._takers = self._read_schedule(schedule, stages)
         ranks = enumerate(self.schedule)
         self._rank_of = {action.stage: rank for rank, actions in ranks for action in actions}
@@ -228,7 +236,7 @@ class BasicPipeline(nn.Module):
         The rank of the first stage reads inputs, a tensor or a tuple of tensors. The rank of the
         last stage reads targets, a tensor, and returns the loss.
         """
-        check_grad_mode(self._group, self._send_device)  # the same on all ranks
+        check_grad_mode(self._group, self._send_device)  # raises if ranks differ
         self._start(inputs, targets)
         # Ranks must start their transfers in one order, or NCCL hangs. So each rank walks through
         # the actions of all ranks, and runs its own. At another rank's action, _transfer() posts
@@ -241,7 +249,7 @@ class BasicPipeline(nn.Module):
                 message = self.run(action, self._take(action))
             if taker:
                 self._transfer(message, action, taker)
-        self._wait_for_sends(at_most=0)
+        self._wait_for_sends()
         return torch.stack(self._losses).sum() if self._losses else None
 
     def _start(self, inputs, targets):
@@ -255,14 +263,14 @@ class BasicPipeline(nn.Module):
             check_batch("inputs", inputs, m)
             chunks = [tensor.chunk(m) for tensor in inputs]
             for i, tensors in enumerate(zip(*chunks, strict=True)):
-                self._inbox[Action(0, "F", i)] = dict(enumerate(tensors)), []
+                self._inbox[Action(0, "F", i)] = (dict(enumerate(tensors)), [])
         if str(self._last_stage) in self.stages:
             (targets,) = as_tensors(targets)
             check_batch("targets", [targets], m)
             self._targets = targets.chunk(m)
 
     def _take(self, action):
-        """Return the message that an action takes, as leaves, at which a stage's backward stops."""
+        """Return the message that an action takes. Its tensors are leaves: backward stops there."""
         message, works = self._inbox.pop(action, ({}, []))  # B of the last stage takes nothing
         for work in works:
             work.wait()
@@ -304,11 +312,11 @@ class BasicPipeline(nn.Module):
         """Start to send an action's message to its taker's rank, or to receive it there."""
         source = self._rank_of[action.stage]
         destination = self._rank_of[taker.stage]
-        if source == destination:
-            self._inbox[taker] = message, []
+        if source == destination:  # nothing to send. Other ranks do not look into this entry.
+            self._inbox[taker] = (message, [])
             return
         device = self._send_device
-        # Copies, because the next actions may change the tensors. Copies have no gaps in memory.
+        # The next actions may change the tensors. A copy has no gaps, as _start_all() needs.
         copies = {index: detached(each, device, copy=True) for index, each in message.items()}
         # In the first step, the source tells all ranks how to allocate such tensors.
         metadata = self._share_metadata(taker, copies, source)
@@ -321,10 +329,10 @@ class BasicPipeline(nn.Module):
                 index: torch.empty_strided(**how, device=device) for index, how in metadata.items()
             }
             works = self._start_all(dist.irecv, empty, source)
-            self._inbox[taker] = empty, works
+            self._inbox[taker] = (empty, works)
 
     def _start_all(self, operation, message, peer):
-        """Start to send or to receive each tensor. Return the works to wait for."""
+        """Call section 1's start_transfer() for each tensor. Return the works to wait for."""
         works = []
         for tensor in message.values():
             # Transfers want contiguous tensors. Seen as a vector, any tensor without gaps is.
@@ -332,15 +340,13 @@ class BasicPipeline(nn.Module):
             works.append(start_transfer(operation, vector, peer, self._group))
         return works
 
-    def _wait_for_sends(self, at_most):
+    def _wait_for_sends(self, at_most=0):
         while len(self._sends) > at_most:
             _, works = self._sends.popleft()
             for work in works:
                 work.wait()
 
-    # The next three hand on to sections 5 and 6.
-
-    kinds = ("FB",)  # F, then B, for each stage and micro-batch. Others are refused.
+    # These hand on to section 6, and the other two to section 5.
 
     def _read_schedule(self, schedule, stages):
         return read_schedule(self, schedule, stages)
@@ -363,7 +369,7 @@ class BasicPipeline(nn.Module):
 
 
 def split_backwards(actions, rank):
-    """Split each B of 1F1B. Its W waits until `rank` later I have run.
+    """Split each B of 1F1B. Its W waits until the I of `rank` later micro-batches have run.
 
     So each rank keeps as many micro-batches as rank 0 of 1F1B does.
     """
@@ -597,14 +603,14 @@ def share_metadata(pipeline, taker, message, source):
         for index, tensor in message.items()
     }
     key = torch.is_grad_enabled(), taker
-    known = pipeline._metadata
-    if key not in known:
+    if key not in pipeline._metadata:
         shared = [metadata]
         dist.broadcast_object_list(shared, group_src=source, group=pipeline._group)
-        known[key] = shared[0]
+        pipeline._metadata[key] = shared[0]
+    known = pipeline._metadata[key]
     if pipeline._rank == source:
-        check_metadata(taker, metadata, known[key])
-    return known[key]
+        check_metadata(taker, metadata, known)
+    return known
 
 
 def find_devices(stages, group):
@@ -648,7 +654,7 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
     schedule = []
     for rank in range(p):
         actions = schedule_of_rank(name, rank, p, m, v)
-        if name == "zero_bubble":
+        if name == "zero_bubble":  # schedule_of_rank() gave those of 1f1b
             actions = split_backwards(actions, rank)
         schedule.append(list(map(str, actions)))
     return schedule
@@ -737,7 +743,8 @@ def simulate(schedule, cost=COST):
     end = {str(action): end for action, end in ends.items()}
     busy = sum(cost[action.kind] for action in ends)
     bubble_fraction = 1 - busy / (max(end.values()) * len(schedule))
-    return Simulation(start, end, bubble_fraction, [peak_alive(actions) for actions in schedule])
+    peaks = list(map(peak_alive, schedule))
+    return Simulation(start, end, bubble_fraction, peaks)
 
 
 def peak_alive(actions):
