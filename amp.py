@@ -44,7 +44,6 @@ import argparse
 import copy
 import functools
 import json
-import operator
 import os
 import signal
 import sys
@@ -106,11 +105,13 @@ def autocast_linear(layer, dtype):
 NO_GRADIENT = -1.0
 
 
-class GradScaler:
-    """torch.amp.GradScaler. An inf or NaN on one rank of `process_group` skips the step on all.
+class LossScaler:
+    """Scales losses. An inf or NaN on one rank of `process_group` skips the step on all.
 
     Each iteration: scale(loss).backward(); average the gradients; unscale_(optimizer), if you clip
     them; step(optimizer); update(). All ranks must step their optimizers in the same order.
+
+    GradScaler, its subclass in section 5, has PyTorch's other methods.
     """
 
     def __init__(
@@ -137,6 +138,9 @@ class GradScaler:
         self._found_inf = {}  # {optimizer: found_inf}, since update()
         self._stepped = set()  # optimizers whose step() was called since update()
         self.update(init_scale)
+
+    def get_scale(self):
+        return self._state["scale"]
 
     def scale(self, outputs):
         """Multiply a tensor, or the tensors in lists and tuples, by the scale."""
@@ -192,45 +196,6 @@ class GradScaler:
         self._found_inf.clear()
         self._stepped.clear()
 
-    # Not needed for the technique:
-
-    def get_scale(self):
-        return self._state["scale"]
-
-    def is_enabled(self):
-        return self._enabled
-
-    def get_growth_factor(self):
-        return self._state["growth_factor"]
-
-    def set_growth_factor(self, new_factor):
-        self._state["growth_factor"] = new_factor
-
-    def get_backoff_factor(self):
-        return self._state["backoff_factor"]
-
-    def set_backoff_factor(self, new_factor):
-        self._state["backoff_factor"] = new_factor
-
-    def get_growth_interval(self):
-        return self._state["growth_interval"]
-
-    def set_growth_interval(self, new_interval):
-        self._state["growth_interval"] = new_interval
-
-    def record_found_inf(self, optimizer, found_inf):
-        """Replaces unscale_(). `found_inf` must be the same on all ranks."""
-        self._found_inf[optimizer] = found_inf
-
-    def state_dict(self):
-        return dict(self._state) if self._enabled else {}
-
-    def load_state_dict(self, state_dict):
-        if self._enabled:
-            if not state_dict:
-                raise RuntimeError("this state dict is empty: it is that of a disabled GradScaler")
-            self._state = {name: state_dict[name] for name in self._state}
-
 
 def unscale_grads(optimizer, scale):
     """Divide the optimizer's gradients by `scale`. Return found_inf of this rank."""
@@ -261,27 +226,22 @@ def real_elements(gradient):
 # 3. 16-bit weights in the model, fp32 masters in the optimizer.
 
 
-class MixedPrecisionOptimizer(torch.optim.Optimizer):
+class MasterWeights:
     """Casts the model's weights to `dtype`. `optimizer` updates an fp32 master of each weight.
 
     Each iteration: scale(loss).backward(); average the gradients; clip_grad_norm_(max_norm), if
     wanted; step(), which calls scaler.update(); zero_grad().
 
-    Without a scaler, a rank checks only its own gradients. If the ranks hold parts of one model,
-    give a scaler in bf16 too, so that all skip the same steps. With fused=True and no scaler, the
-    optimizer's kernel itself skips the step, so the host does not wait for the GPU. Frozen
-    parameters and buffers keep their dtype: cast them yourself. Complex parameters keep theirs. A
-    model with batch norms needs autocast.
+    MixedPrecisionOptimizer, its subclass in section 5, also does without a scaler.
     """
 
-    def __init__(self, optimizer, dtype, scaler=None):
-        check_has_no_masters(optimizer)
-        # No super().__init__(): __getattr__() hands on the optimizer's own param_groups and state.
+    def __init__(self, optimizer, dtype, scaler):
         self.optimizer = optimizer
-        self.scaler = scaler or GradScaler(enabled=False)
-        self.scale = self.scaler.scale  # the method: call optimizer.scale(loss)
+        self.scaler = scaler
+        self.scale = scaler.scale  # the method: call optimizer.scale(loss)
         self._weights = []  # the model's parameters, in `dtype`
         self._masters = []  # an fp32 copy of each weight, in the same order
+        self._unscaled = None  # (gradient, version) of each weight, from unscale_() to step()
         state = optimizer.state_dict()
         for group in optimizer.param_groups:
             for i, weight in enumerate(group["params"]):
@@ -294,19 +254,16 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                 group["params"][i] = master
         # The state was that of the weights. Now it is that of the masters, with momenta in fp32.
         optimizer.load_state_dict(state)
-        self._note_written_weights()  # so that step() sees what others write
-        self._unscaled = None  # after unscale_(), the gradients that it has copied, and versions
 
     @torch.no_grad()
     def unscale_(self):
         """Copy the gradients to the masters, and divide them by the scale: once in a step."""
-        current = [weight.grad for weight in self._weights]
         # PyTorch counts the writes to a tensor in _version.
-        versions = [-1 if grad is None else grad._version for grad in current]
-        if self._unscaled is not None:  # clip_grad_norm_() or the caller has called this
-            check_no_backward_since(*self._unscaled, current, versions)
+        current = [(w.grad, getattr(w.grad, "_version", None)) for w in self._weights]
+        if self._unscaled:  # clip_grad_norm_() or the caller has called this
+            check_no_backward_since(self._unscaled, current)
             return
-        self._unscaled = current, versions
+        self._unscaled = current
         gradients = []
         copies = []
         for weight, master in zip(self._weights, self._masters, strict=True):
@@ -323,80 +280,22 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.unscale_()
         return nn.utils.clip_grad_norm_(self._masters, max_norm, norm_type)
 
-    def step(self, closure=None):
+    def step(self):
         """Update the masters, unless a gradient is inf or NaN, and round them into the model."""
-        if closure is not None:
-            raise ValueError("MixedPrecisionOptimizer.step() takes no closure")
-        self._adopt_written_weights()  # or step() would undo model.load_state_dict()
         self.unscale_()
-        if self.scaler.is_enabled():
-            self.scaler.step(self.optimizer)
-        else:
-            self._step_if_finite()
+        self._step_if_finite()
         self.scaler.update()
         self.write_model_params()
         self.optimizer.zero_grad()  # frees the fp32 gradients
         self._unscaled = None
 
+    def _step_if_finite(self):
+        self.scaler.step(self.optimizer)
+
     @torch.no_grad()
     def write_model_params(self):
         """Round the masters into the model. Call it after you have written to the masters."""
         torch._foreach_copy_(self._weights, self._masters)
-        self._note_written_weights()
-        self._is_new = False  # for adopt_written_weights()
-
-    # Not needed for the technique:
-
-    _is_new = True  # until write_model_params(): adopt_written_weights() checks more
-
-    def _note_written_weights(self):  # so that later writes, by others, show
-        self._versions = [weight._version for weight in self._weights]
-
-    def _adopt_written_weights(self):
-        adopt_written_weights(self)
-
-    def _step_if_finite(self):
-        step_if_finite(self.optimizer, self._masters)
-
-    def __getstate__(self):  # for copy and pickle
-        raise TypeError(
-            "MixedPrecisionOptimizer cannot be copied or pickled: copy the model, make another one "
-            "over the copy, and give it this one's state_dict()"
-        )
-
-    def __getattr__(self, name):
-        # Also param_groups, state and hooks, which super().__init__() would make anew.
-        # self.optimizer would recurse while it is not set.
-        return getattr(self.__dict__["optimizer"], name)
-
-    def zero_grad(self, set_to_none=True):
-        for weight in self._weights:
-            if set_to_none:
-                weight.grad = None
-            elif weight.grad is not None:
-                weight.grad.zero_()
-        self.optimizer.zero_grad()  # if unscale_() was called, but not step()
-        self._unscaled = None
-
-    def add_param_group(self, param_group):
-        raise ValueError("give all parameter groups to the optimizer before it is wrapped")
-
-    def state_dict(self):
-        """Return the optimizer's state dict, with "master_weights" and "scaler" added."""
-        self._adopt_written_weights()
-        ours = {"master_weights": self._masters, "scaler": self.scaler.state_dict()}
-        return self.optimizer.state_dict() | ours
-
-    def load_state_dict(self, state_dict):
-        self.scaler.load_state_dict(state_dict["scaler"])  # first, because it may raise an error
-        self.optimizer.load_state_dict(state_dict)
-        torch._foreach_copy_(self._masters, state_dict["master_weights"])
-        self.write_model_params()
-
-    @torch.no_grad()
-    def reload_model_params(self):
-        """Copy the model's weights to the masters. Call it on all ranks, or they will differ."""
-        torch._foreach_copy_(self._masters, self._weights)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -449,71 +348,156 @@ def promotes(name, inputs):
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. The library: the lists of autocast, weights that others write, checks.
-
-# PyTorch's lists for CUDA (ATen/autocast_mode.h), by the names that Python has for the operations.
-# Functions that call these are listed too, because a mode does not see the calls that they make.
-LOW_PRECISION = """matmul __matmul__ __rmatmul__ linalg_matmul mm mv bmm addmm addmv addbmm baddbmm
-    addr chain_matmul linalg_multi_dot linalg_vecdot einsum linear prelu convolution _convolution
-    conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d
-    lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
-    scaled_dot_product_attention multi_head_attention_forward"""
-# These, and functions whose names end in _loss. PyTorch's list does not have mean, var and std.
-FP32 = """acos arccos asin arcsin cosh sinh tan erfinv exp expm1 log log10 log2 log1p reciprocal
-    rsqrt pow __pow__ __rpow__ __rdiv__ special_erfinv special_expm1 special_log1p softplus
-    softmax log_softmax logsumexp special_softmax special_log_softmax special_logsumexp softmin
-    gumbel_softmax layer_norm native_layer_norm rms_norm group_norm local_response_norm normalize
-    norm frobenius_norm nuclear_norm linalg_norm linalg_vector_norm linalg_matrix_norm renorm
-    lp_pool1d lp_pool2d lp_pool3d sum prod cumsum cumprod mean var std dist cdist pdist
-    pairwise_distance cosine_similarity cross_entropy linear_cross_entropy nll_loss2d kl_div
-    binary_cross_entropy binary_cross_entropy_with_logits interpolate upsample upsample_nearest
-    upsample_bilinear
-    upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
-    _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
-    upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa"""
-PROMOTE = """addcdiv addcmul atan2 arctan2 bilinear cross linalg_cross dot vdot inner
-    grid_sampler grid_sample index_put tensordot scatter_add"""
-# From here on, these are sets of names.
-LOW_PRECISION = set(LOW_PRECISION.split())
-FP32 = set(FP32.split())
-PROMOTE = set(PROMOTE.split())
+# 5. The library: PyTorch's other methods, weights that others write, checks, the lists of autocast.
 
 
-@torch.no_grad()
-def adopt_written_weights(optimizer):
-    """Copy to its master each weight that was written since write_model_params().
+class GradScaler(LossScaler):
+    """torch.amp.GradScaler, with `process_group`."""
 
-    Otherwise step() would undo what other code, such as model.load_state_dict(), writes. A write to
-    weight.data is not noticed after the first step(): call reload_model_params() after it.
+    def is_enabled(self):
+        return self._enabled
+
+    def get_growth_factor(self):
+        return self._state["growth_factor"]
+
+    def set_growth_factor(self, new_factor):
+        self._state["growth_factor"] = new_factor
+
+    def get_backoff_factor(self):
+        return self._state["backoff_factor"]
+
+    def set_backoff_factor(self, new_factor):
+        self._state["backoff_factor"] = new_factor
+
+    def get_growth_interval(self):
+        return self._state["growth_interval"]
+
+    def set_growth_interval(self, new_interval):
+        self._state["growth_interval"] = new_interval
+
+    def record_found_inf(self, optimizer, found_inf):
+        """Replaces unscale_(). `found_inf` must be the same on all ranks."""
+        self._found_inf[optimizer] = found_inf
+
+    def state_dict(self):
+        return dict(self._state) if self._enabled else {}
+
+    def load_state_dict(self, state_dict):
+        if self._enabled:
+            if not state_dict:
+                raise RuntimeError("this state dict is empty: it is that of a disabled GradScaler")
+            self._state = {name: state_dict[name] for name in self._state}
+
+
+class MixedPrecisionOptimizer(MasterWeights, torch.optim.Optimizer):
+    """MasterWeights as an optimizer of PyTorch.
+
+    Without a scaler, a rank checks only its own gradients. If the ranks hold parts of one model,
+    give a scaler in bf16 too, so that all skip the same steps. With fused=True and no scaler, the
+    optimizer's kernel itself skips the step, so the host does not wait for the GPU. Frozen
+    parameters and buffers keep their dtype: cast them yourself. Complex parameters keep theirs. A
+    model with batch norms needs autocast.
     """
-    for weight, master, version in zip(
-        optimizer._weights, optimizer._masters, optimizer._versions, strict=True
-    ):
-        if weight._version != version:  # PyTorch counts writes, but not those to .data
-            if optimizer._is_new:
-                # DDP has broadcast rank 0's 16-bit weights. All masters, even rank 0's, become
-                # these, or ranks would differ.
-                master.copy_(weight)
-            else:
-                # Where a state dict has not changed a weight, its master keeps its lower bits.
-                is_same = master.to(weight.dtype) == weight
-                master.copy_(torch.where(is_same, master, weight))
-        elif optimizer._is_new:  # only the first step looks for this, because it takes time
-            check_not_written_through_data(weight, master)
 
+    _is_new = True  # until write_model_params()
 
-def step_if_finite(optimizer, masters):
-    """Call optimizer.step(), unless a gradient is inf or NaN."""
-    gradients = [master.grad for master in masters if master.grad is not None]
-    gradients = [gradient for gradient in gradients if gradient.numel()]  # no maximum of nothing
-    # The largest element. A sum of squares would overflow for finite elements.
-    is_finite = nn.utils.get_total_norm(gradients, torch.inf).isfinite()
-    if optimizer.defaults.get("fused"):  # its kernels read found_inf, and then change nothing
-        optimizer.found_inf = 1.0 - is_finite.float()
-        optimizer.step()
-        del optimizer.found_inf
-    elif is_finite:
-        optimizer.step()
+    def __init__(self, optimizer, dtype, scaler=None):
+        check_has_no_masters(optimizer)
+        # torch.optim.Optimizer.__init__() is not called: __getattr__() hands on the optimizer's own
+        # param_groups, state and hooks.
+        super().__init__(optimizer, dtype, scaler or GradScaler(enabled=False))
+        self._note_written_weights()
+
+    def _note_written_weights(self):  # so that later writes, by others, show
+        self._versions = [weight._version for weight in self._weights]
+
+    @torch.no_grad()
+    def _adopt_written_weights(self):
+        """Copy to its master each weight that was written since write_model_params().
+
+        Otherwise step() would undo what other code, such as model.load_state_dict(), writes. A
+        write to weight.data is not noticed after the first step(): call reload_model_params().
+        """
+        all_weights = zip(self._weights, self._masters, self._versions, strict=True)
+        for weight, master, version in all_weights:
+            if weight._version != version:  # PyTorch counts writes, but not those to .data
+                if self._is_new:
+                    # DDP has broadcast rank 0's 16-bit weights. All masters, even rank 0's, become
+                    # these, or ranks would differ.
+                    master.copy_(weight)
+                else:
+                    # Where a state dict has not changed a weight, its master keeps its lower bits.
+                    is_same = master.to(weight.dtype) == weight
+                    master.copy_(torch.where(is_same, master, weight))
+            elif self._is_new:  # only the first step looks for this, because it takes time
+                check_not_written_through_data(weight, master)
+
+    def step(self, closure=None):
+        if closure is not None:
+            raise ValueError("MixedPrecisionOptimizer.step() takes no closure")
+        self._adopt_written_weights()
+        super().step()
+
+    def _step_if_finite(self):
+        if self.scaler.is_enabled():
+            super()._step_if_finite()
+            return
+        gradients = [master.grad for master in self._masters if master.grad is not None]
+        gradients = [
+            gradient for gradient in gradients if gradient.numel()
+        ]  # others have no maximum
+        # The largest element. A sum of squares would overflow for finite elements.
+        is_finite = nn.utils.get_total_norm(gradients, torch.inf).isfinite()
+        if self.defaults.get("fused"):  # its kernels read found_inf, and then change nothing
+            self.optimizer.found_inf = 1.0 - is_finite.float()
+            self.optimizer.step()
+            del self.optimizer.found_inf
+        elif is_finite:
+            self.optimizer.step()
+
+    def write_model_params(self):
+        super().write_model_params()
+        self._note_written_weights()
+        self._is_new = False
+
+    def __getstate__(self):  # for copy and pickle
+        raise TypeError(
+            "MixedPrecisionOptimizer cannot be copied or pickled: copy the model, make another one "
+            "over the copy, and give it this one's state_dict()"
+        )
+
+    def __getattr__(self, name):
+        # self.optimizer would recurse while it is not set.
+        return getattr(self.__dict__["optimizer"], name)
+
+    def zero_grad(self, set_to_none=True):
+        for weight in self._weights:
+            if set_to_none:
+                weight.grad = None
+            elif weight.grad is not None:
+                weight.grad.zero_()
+        self.optimizer.zero_grad()  # if unscale_() was called, but not step()
+        self._unscaled = None
+
+    def add_param_group(self, param_group):
+        raise ValueError("give all parameter groups to the optimizer before it is wrapped")
+
+    def state_dict(self):
+        """Return the optimizer's state dict, with "master_weights" and "scaler" added."""
+        self._adopt_written_weights()
+        ours = {"master_weights": self._masters, "scaler": self.scaler.state_dict()}
+        return self.optimizer.state_dict() | ours
+
+    def load_state_dict(self, state_dict):
+        self.scaler.load_state_dict(state_dict["scaler"])  # first, because it may raise an error
+        self.optimizer.load_state_dict(state_dict)
+        torch._foreach_copy_(self._masters, state_dict["master_weights"])
+        self.write_model_params()
+
+    @torch.no_grad()
+    def reload_model_params(self):
+        """Copy the model's weights to the masters. Call it on all ranks, or they will differ."""
+        torch._foreach_copy_(self._masters, self._weights)
 
 
 def check_factors(growth_factor, backoff_factor, init_scale):
@@ -555,19 +539,19 @@ def check_has_no_masters(optimizer):
         )
 
 
-def check_no_backward_since(unscaled, unscaled_versions, current, versions):
+def check_no_backward_since(unscaled, current):
     """Raise an error if a gradient was written or replaced since this step's first unscale_().
 
-    Versions do not tell, because that of a new tensor may be the same. A write to .grad.data, or by
-    dist.all_reduce(), is not noticed.
+    Both are lists of (gradient, version). The version of a new tensor may be the same. A write to
+    .grad.data, or by dist.all_reduce(), is not noticed.
     """
-    is_same = all(map(operator.is_, unscaled, current))
-    if not is_same or versions != unscaled_versions:
-        raise RuntimeError(
-            "backward ran, or a .grad was replaced, after clip_grad_norm_() or unscale_(): call "
-            "every backward first. To drop the gradients instead of a step, call this optimizer's "
-            "zero_grad() and, with a scaler, scaler.update()"
-        )
+    for (old, old_version), (new, version) in zip(unscaled, current, strict=True):
+        if new is not old or version != old_version:
+            raise RuntimeError(
+                "backward ran, or a .grad was replaced, after clip_grad_norm_() or unscale_(): "
+                "call every backward first. To drop the gradients instead of a step, call this "
+                "optimizer's zero_grad() and, with a scaler, scaler.update()"
+            )
 
 
 def check_not_written_through_data(weight, master):
@@ -593,6 +577,34 @@ def check_no_checkpoint():
             "torch.utils.checkpoint would compute a second time without amp.autocast: use "
             "activation_checkpoint.checkpoint, or enter autocast in the checkpointed function"
         )
+
+
+# PyTorch's lists for CUDA (ATen/autocast_mode.h), by the names that Python has for the operations.
+# Functions that call these are listed too, because a mode does not see the calls that they make.
+LOW_PRECISION = """matmul __matmul__ __rmatmul__ linalg_matmul mm mv bmm addmm addmv addbmm baddbmm
+    addr chain_matmul linalg_multi_dot linalg_vecdot einsum linear prelu convolution _convolution
+    conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d
+    lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    scaled_dot_product_attention multi_head_attention_forward"""
+# These, and functions whose names end in _loss. PyTorch's list does not have mean, var and std.
+FP32 = """acos arccos asin arcsin cosh sinh tan erfinv exp expm1 log log10 log2 log1p reciprocal
+    rsqrt pow __pow__ __rpow__ __rdiv__ special_erfinv special_expm1 special_log1p softplus
+    softmax log_softmax logsumexp special_softmax special_log_softmax special_logsumexp softmin
+    gumbel_softmax layer_norm native_layer_norm rms_norm group_norm local_response_norm normalize
+    norm frobenius_norm nuclear_norm linalg_norm linalg_vector_norm linalg_matrix_norm renorm
+    lp_pool1d lp_pool2d lp_pool3d sum prod cumsum cumprod mean var std dist cdist pdist
+    pairwise_distance cosine_similarity cross_entropy linear_cross_entropy nll_loss2d kl_div
+    binary_cross_entropy binary_cross_entropy_with_logits interpolate upsample upsample_nearest
+    upsample_bilinear
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
+    _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
+    upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa"""
+PROMOTE = """addcdiv addcmul atan2 arctan2 bilinear cross linalg_cross dot vdot inner
+    grid_sampler grid_sample index_put tensordot scatter_add"""
+# From here on, these are sets of names.
+LOW_PRECISION = set(LOW_PRECISION.split())
+FP32 = set(FP32.split())
+PROMOTE = set(PROMOTE.split())
 
 
 # --------------------------------------------------------------------------------------------------
