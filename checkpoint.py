@@ -59,6 +59,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import shutil
 import signal
 import sys
@@ -199,7 +200,7 @@ def on_all_ranks(process_group, function, *args):
     try:
         result = function(*args)
     except Exception as error:
-        result = error
+        result = picklable(error)
     results = [result]
     if dist.is_initialized():
         world_size = dist.get_world_size(process_group)
@@ -213,6 +214,15 @@ def on_all_ranks(process_group, function, *args):
         if isinstance(result, Exception):
             raise result
     return results
+
+
+def picklable(error):
+    """Return the error, or one with its text if it cannot be sent: the others would wait for it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def describe(pieces, extra):
@@ -318,29 +328,27 @@ def read(directory, pieces):
         check_piece(f"{path}: {name}", whole, piece.box, index["wholes"].get(name))
         held.setdefault(name, []).append(piece)
     for name, mine in held.items():
-        # True: no saved box has filled this element yet.
-        masks = [torch.ones_like(piece.tensor, dtype=torch.bool) for piece in mine]
-        missing = [piece._replace(tensor=mask) for piece, mask in zip(mine, masks, strict=True)]
+        missing = []  # for each piece: True where no saved box has filled it yet
+        for piece in mine:
+            mask = torch.ones_like(piece.tensor, dtype=torch.bool)
+            missing.append(piece._replace(tensor=mask))
         for rank, boxes in enumerate(index["files"]):
             for position, checksum, box in boxes.get(name, []):
                 fill(mine, missing, path / f"{rank}.bin", position, checksum, box)
-        for missing_piece in missing:
-            if missing_piece.tensor.any():
-                box = missing_piece.box
-                raise ValueError(f"{path} lacks elements of {name}: {box} was not saved whole")
+        check_is_whole(f"{path} lacks elements of {name}", missing)
     return path, index["extra"]
 
 
 def fill(pieces, missing, path, position, checksum, box):
     """Copy a saved box into the pieces that overlap with it. It is read once, if there are any."""
     saved = None
-    for piece, missing_piece in zip(pieces, missing, strict=True):
+    for piece, is_missing in zip(pieces, missing, strict=True):
         common = overlap(piece.box, box)
         part = piece.at(common)
         if part.numel():
             saved = saved or read_box(path, position, checksum, box, piece)
             part.copy_(saved.at(common))
-            missing_piece.at(common).fill_(False)
+            is_missing.at(common).fill_(False)
 
 
 def read_box(path, position, checksum, box, like):
@@ -473,6 +481,12 @@ def check_intact(path, is_intact):
         raise OSError(f"{path} is damaged: its checksum is wrong")
 
 
+def check_is_whole(what, missing):
+    for piece in missing:
+        if piece.tensor.any():
+            raise ValueError(f"{what}: {piece.box} was not saved whole")
+
+
 def check_extra(extra):
     try:
         unpack(pack(extra))
@@ -483,13 +497,18 @@ def check_extra(extra):
         ) from error
 
 
+def checksums_of_copies(pieces, holders):
+    """Return {(name, box): checksum} of the boxes that other ranks hold, too."""
+    return {
+        (name, piece.box): zlib.crc32(bytes_of(piece.tensor))
+        for name, piece in named_pieces(pieces)
+        if len(holders[name, piece.box]) > 1
+    }
+
+
 def check_copies(pieces, holders, process_group):
     """Raise ValueError on all ranks if ranks hold different values of one box."""
-    checksums = {}
-    for name, piece in named_pieces(pieces):
-        if len(holders[name, piece.box]) > 1:
-            checksums[name, piece.box] = zlib.crc32(bytes_of(piece.tensor))
-    everyone = on_all_ranks(process_group, dict, checksums)  # dict: an exchange only
+    everyone = on_all_ranks(process_group, checksums_of_copies, pieces, holders)
     for key, ranks in holders.items():
         if len({everyone[rank].get(key) for rank in ranks}) > 1:
             raise ValueError(

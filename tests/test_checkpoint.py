@@ -237,6 +237,35 @@ def test_ranks_with_other_values_under_one_name_are_an_error_on_all(what, tmp_pa
     save(tmp_path, {f"rng {pool.rank()}": differs[what]}, None, pool.group())  # as it advises
 
 
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("bad_rank", [0, 1])
+@pool.on(2)
+def test_a_copy_that_one_rank_cannot_read_is_an_error_on_all(bad_rank, background, tmp_path):
+    """Such as one on a GPU, for which the host has no memory. Nobody waits for its checksum."""
+    save(tmp_path, {"a": MATRIX}, "good", pool.group())
+    fails = Mock(side_effect=MemoryError("no memory"))
+    with pytest.MonkeyPatch.context() as patch:
+        if pool.rank() == bad_rank:
+            patch.setattr(checkpoint, "bytes_of", fails)
+        with pytest.raises(MemoryError, match="no memory"):
+            save(tmp_path, {"a": MATRIX}, "lost", pool.group(), background=background)
+    assert load(tmp_path, {}, pool.group()) == "good"
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+@pool.on(2)
+def test_an_error_that_cannot_be_pickled_is_an_error_on_all(bad_rank, tmp_path):
+    class LocalError(Exception):
+        pass
+
+    fails = Mock(side_effect=LocalError("quota exceeded"))
+    with pytest.MonkeyPatch.context() as patch:
+        if pool.rank() == bad_rank:
+            patch.setattr(checkpoint, "describe", fails)
+        with pytest.raises(RuntimeError, match="LocalError: quota exceeded"):
+            save(tmp_path, {"a": MATRIX}, None, pool.group())
+
+
 # ---- in the background
 
 
