@@ -174,7 +174,7 @@ class Segment:
         ]
         self.modes = _get_current_function_mode_stack()  # such as amp.py's autocast
         self.kinds = []  # shape, dtype and device of each tensor that forward saved
-        self.saved = []  # for may_fill_saved(), of each: the operator that saved it, requires_grad
+        self.saved = []  # for may_fill(), of each: the operator that saved it, requires_grad
         self.recomputed = {}  # number -> tensor of the second run, until backward uses it
         self.kept = {}  # the outputs that the policy keeps
 
@@ -193,6 +193,7 @@ class Segment:
     def recompute(self):
         """Run the function as in forward, until it has saved as many tensors as then."""
         self.recomputed = {}
+        self.end = self.number_of_the_end()  # of the saved tensor that ends the second run
         args, kwargs = tree_map_only(torch.Tensor, saved_input, self.saved_inputs)
         active = _get_current_function_mode_stack()
         contexts = [torch.enable_grad(), *self.autocasts]
@@ -218,11 +219,9 @@ class Segment:
         """The pack hook of the second run. It collects the tensors for `unpack`."""
         tensor = tensor.detach()  # otherwise a grad_fn that saves it makes a reference cycle
         number = len(self.recomputed)
-        is_one_more = number == len(self.kinds)  # after may_fill_saved(), or a caught Complete
-        is_last = number + 1 == len(self.kinds)
-        if not is_one_more:
+        if number < len(self.kinds):
             self.recomputed[number] = tensor
-        if is_one_more or (is_last and not self.may_fill_saved()):
+        if number >= self.end:  # greater if the function has caught Complete
             raise Complete
         return tensor
 
@@ -231,10 +230,10 @@ class Segment:
     def keeping(self, policy=None):  # in forward by the policy, in the second run what is kept
         return Keep(policy, self.kept) if policy or self.kept else nullcontext()
 
-    def may_fill_saved(self):
-        # If True, the second run may not stop inside the operator that saved the last tensor: it
-        # fills one that autograd has saved, afterwards (RReLU).
-        return may_fill(self.saved)
+    def number_of_the_end(self):
+        # One more than forward saved, if the last operator fills afterwards what it has saved
+        # (RReLU): the second run may not stop inside it.
+        return len(self.kinds) - (0 if may_fill(self.saved) else 1)
 
 
 class Complete(BaseException):
