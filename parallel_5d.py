@@ -536,16 +536,11 @@ class Trainer:
             )
         return output.sum() * self.token_weight
 
-    @torch.no_grad()
     def reduce_whole(self):
         """Add up the gradients of norms and routers over tp: each rank has a part of the tokens."""
         gradients = [p.grad for p in self.whole if p.grad is not None]
-        if gradients and self.grid.tp > 1:
-            total = nn.utils.parameters_to_vector(gradients)
-            dist.all_reduce(total, group=self.grid.tp_group)
-            sizes = [gradient.numel() for gradient in gradients]
-            for gradient, summed in zip(gradients, total.split(sizes), strict=True):
-                gradient.copy_(summed.view_as(gradient))
+        if self.grid.tp > 1:
+            expert_parallel.average(gradients, [(self.grid.tp_group, 1)])  # divides the sum by 1
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):

@@ -587,8 +587,10 @@ def test_ranks_that_hold_different_slices_are_no_replicas():
 @pytest.mark.parametrize("name", ["bucket_cap_mb", "broadcast_buffers", "find_unused_parameters"])
 @pool.on(2)
 def test_an_argument_that_decides_what_is_sent_is_the_same_on_all_ranks(name):
-    with pytest.raises(ValueError, match=f"{name}.*rank 0"):
+    with pytest.raises(ValueError, match=f"rank 1 has .*{name}=.*, rank 0 .*{name}="):
         wrap(make_model("plain"), **{name: pool.rank()})
+    sizes = {"bucket_cap_mb": [None, 25][pool.rank()]}  # 25 is the default
+    wrap(make_model("plain"), **sizes)
 
 
 @pytest.mark.parametrize("name", ["dim", "check_reduction", "static_graph", "output_device", "dmi"])
