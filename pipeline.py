@@ -153,7 +153,7 @@ def schedule_of_rank(name, rank, p, m, v):
         return forwards + backwards
     if name == "naive":  # sorted() keeps the order of a micro-batch's actions
         return sorted(forwards + backwards, key=lambda action: action.micro_batch)
-    # Section 4 makes zero_bubble from what follows, 1f1b.
+    # Now 1f1b, from which section 4 makes zero_bubble, and interleaved_1f1b.
     # The first backward is that of micro-batch 0 on the rank's last stage. Before it, the rank runs
     # - the first round on its other stages,
     # - micro-batch 0 on its last stage,
@@ -204,8 +204,6 @@ class BasicPipeline(nn.Module):
     num_microbatches: torch.chunk splits the batch along dimension 0.
     loss_fn(output, target): the mean loss of a micro-batch.
     """
-
-    kinds = ("FB",)  # F, then B, for each stage and micro-batch. check_schedule() refuses others.
 
     def __init__(self, stages, schedule, num_microbatches, loss_fn, process_group=None):
         super().__init__()
@@ -388,8 +386,6 @@ def split_backwards(actions, rank):
 
 class ZeroBubblePipeline(BasicPipeline):
     """Runs I and W, too. The arguments are those of BasicPipeline."""
-
-    kinds = ("FB", "FIW")
 
     def _start(self, *batch):
         super()._start(*batch)
@@ -670,7 +666,8 @@ def read_schedule(pipeline, schedule, stages):
     if is_name:
         schedule = build_schedule(schedule, dist.get_world_size(group), m, len(stages))
     schedule = list(map(parse, schedule))
-    check_schedule(schedule, pipeline.kinds)
+    runs_w = isinstance(pipeline, ZeroBubblePipeline)
+    check_schedule(schedule, ("FB", "FIW") if runs_w else ("FB",))
     check_stages(schedule, m, stages, group)
     takers = find_takers(schedule)
     ends = end_times(schedule, COST)
