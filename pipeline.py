@@ -98,7 +98,7 @@ def gpipe_step(stage, micro_batches, loss_fn, like, group=None):
     """Stages pass on tensors like `like`, which is on the CPU for gloo, and on the GPU for NCCL."""
     rank = dist.get_rank(group)
     last = dist.get_world_size(group) - 1
-    saved = []  # (input, output; the loss on the last rank) of each micro-batch
+    saved = []  # (input, output) of each micro-batch; on the last rank (input, loss)
     for inputs, target in micro_batches:  # the same on all ranks
         x = receive(like, rank - 1, group, target.device) if rank > 0 else inputs.detach()
         y = stage(x.requires_grad_(rank > 0)).contiguous()
@@ -417,7 +417,7 @@ def leave_weights_to_w(left_to_w, weights):
     if left_to_w is None or F.linear is not linear:
         yield
         return
-    if left_to_w:  # it is empty before F and before I, unless a backward ran in F
+    if left_to_w:  # F and I begin with an empty list, unless a backward ran in F
         raise RuntimeError("a stage ran a backward in its forward; use a schedule without W")
     F.linear = partial(split_linear, left_to_w, weights)
     try:
@@ -538,10 +538,10 @@ class Pipeline(ZeroBubblePipeline):
             is_last = self._num_backwards[stage] == self.num_microbatches
             context = self.backward_context(self.stages[str(stage)], is_last)
         with context:
-            given = super()._backward(stage, i, without_unused(gradients))
+            given = super()._backward(stage, i, drop_unused(gradients))
         if stage == 0:
             self._input_gradients[i] = given
-        return with_unused(given, inputs)
+        return fill_unused(given, inputs)
 
 
 def backward_inputs(inputs, parts):
@@ -562,7 +562,7 @@ def backward_inputs(inputs, parts):
 USED = -1  # the index, in a message of gradients, of flags: which of the inputs were used
 
 
-def with_unused(gradients, inputs):
+def fill_unused(gradients, inputs):
     """Return the message of a backward with zeros for inputs that were not used, and with flags.
 
     A stage may use an input for some micro-batches only, but the receiver has to know what comes.
@@ -575,7 +575,7 @@ def with_unused(gradients, inputs):
     return zeros | gradients | {USED: flags}
 
 
-def without_unused(message):
+def drop_unused(message):
     """Return a message without the gradients of inputs that were not used."""
     flags = message.pop(USED, None)
     if flags is None:
@@ -922,7 +922,7 @@ def main():
     # A loss times a power of 1/2 is exact.
     model = demo.start(f"pipeline {name}", bitwise=m & (m - 1) == 0, parts=m)
     stages = split(model, num_stages)[demo.rank :: demo.ranks]
-    pipeline = TimedPipeline(stages, name, m, language_loss)
+    pipeline = TimedPipeline(stages, name, m, language_loss)  # --idea needs only its parameters
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3)
     device = device_to_send_from(demo.device, None)
     like = model[0](demo.batch(0)[0].chunk(m)[0]).detach().to(device)  # what stages pass on
