@@ -29,6 +29,7 @@ from shared import (
     make_model,
     randn,
 )
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import zero
 
@@ -779,6 +780,17 @@ def drops_in_one_checkpoint(model, rank, step):
 @pool.on(3)
 def test_ranks_drop_different_layers_in_a_checkpoint_around_all_units():
     train(*make_pair(zero.Zero3, Drops()), drops_in_one_checkpoint)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pool.on(2)
+def test_a_checkpoint_around_the_whole_model_may_run_to_its_end(how):
+    def loss(model, rank, step):
+        x = make_batch(rank, step).requires_grad_()
+        with set_checkpoint_early_stop(False):
+            return loss_of(HOW[how](model, x))
+
+    train(*make_pair(zero.Zero3, Blocks(3)), loss)
 
 
 def twice_loss(model, rank, step):
