@@ -457,7 +457,7 @@ class Zero2(Zero1):
         self._arrived = set()  # parameters whose gradients this backward has computed
         self._register_hooks()
 
-    def _pre_backward(self, module):
+    def _pre_backward(self, module):  # only Zero3 needs to know the module
         self._begin_backward()
 
     def _begin_backward(self):
@@ -502,7 +502,10 @@ class Zero2(Zero1):
 # 4. ZeRO-3: parameters have memory only when they are needed.
 #
 # From section 2: the parameters of a bucket are views of bucket.flat. bucket.all_gather() fills it
-# from the masters of all ranks.
+# from the masters, which the optimizer updates, and which may be views of flat, too: not here.
+#
+# From section 3: _begin_backward() fills _to_reduce, the list of the buckets that the running
+# backward has yet to reduce. _reduces(bucket) is False if it is frozen, and in no_sync().
 
 
 class FreeableBucket(Bucket):
