@@ -30,19 +30,22 @@ outputs of A or the inputs of B: 3h for qkv, h for proj, and 4h for the MLP.
     logits_shard              (s, b, V/t)        this rank's columns
 
 Cost per rank, of a layer, for micro-batch b and a heads. Activations are in bytes, for 16 bits
-(Korthikanti et al., §4):
+(Korthikanti et al., §4). Of these, 5as²b are scores, which fused attention does not keep.
 
                             elements sent, × (t-1)/t    activations
     one device              0                           sbh (34 + 5as/h)
     tensor parallel         8bsh                        sbh (10 + 24/t + 5as/(ht))
     and sequence parallel   10bsh + 12h                 sbh (34 + 5as/h) / t
 
-An all-reduce of bsh sends 2bsh, and a pair has two of them. With sequence parallelism it has five
-gathers and reduce-scatters, which send bsh each: two in forward, and three in backward, where X is
-gathered again so that it need not be kept. 12h is an all-reduce of 6h gradients, those of two norms
-and of proj's and linear2's biases. Embedding and head send 2bsh each, or 3bsh with sequence
-parallelism, and the loss sends 6bs. 5as²b bytes of activations (divided by t) are scores, which
-fused attention does not keep.
+An all-reduce of n elements sends 2n. A gather or a reduce-scatter sends n:
+
+                                                sequence parallelism
+                            forward  backward   forward  backward
+    each of the two pairs   2bsh     2bsh       2bsh     3bsh     X is gathered again, not kept
+    norms, row biases                                    12h      their 6h gradients are summed
+    embedding               2bsh                2bsh     bsh      outside of layers
+    head                             2bsh       bsh      2bsh     outside of layers
+    loss                    6bs                 6bs               outside of layers
 
 Read section 1 for the idea (12 minutes), to section 4 for the technique (33), and the rest to use
 it as a library (79).
@@ -52,7 +55,7 @@ Papers:   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053
           Korthikanti et al. 2022, sequence parallelism, arXiv 2205.05198
 Mirrors:  megatron.core.tensor_parallel; torch.distributed.tensor.parallel.parallelize_module
 Left out: more ranks than key and value heads; max_norm and scale_grad_by_freq of an embedding;
-          gradients of gradients through the layers of section 3 and the loss
+          hooks of parameters' gradients; gradients of gradients through column layers and the loss
 """
 
 # /// script
@@ -129,8 +132,8 @@ def copy_to_region(x, process_group=None):
 def reduce_from_region(x, process_group=None):
     """g: return the sum of all ranks' x.
 
-    All ranks compute the same loss from the sum, so each has the whole gradient of the sum. Each
-    term of a sum has the gradient of the sum. So backward passes it on unchanged.
+    All ranks compute the same loss from the sum, so each already has its gradient. A term's
+    gradient is that of the sum. So backward passes it on unchanged.
     """
     return Conjugate.apply(x, all_reduce, identity, process_group)
 
@@ -199,8 +202,7 @@ def reduce_scatter(x, process_group):
 def start_reduce_scatter(x, process_group):
     """Return `received` and work. After work.wait(), received.sum(0) is this rank's result.
 
-    It is an all-to-all on every backend, because gloo's reduce_scatter sends as much as an
-    all-reduce.
+    An all-to-all on every backend, because gloo's reduce_scatter sends as much as an all-reduce.
     """
     world_size = dist.get_world_size(process_group)
     check_divides("positions", len(x), world_size)
@@ -211,8 +213,9 @@ def start_reduce_scatter(x, process_group):
 
 
 def scatter_to_sequence(x, process_group=None):
-    """Return this rank's part of an x that all ranks have. It follows the embedding.
+    """Return this rank's part of an x that all ranks have.
 
+    The model calls it once, after the embeddings of tokens and positions have been added up.
     A rank goes on with its part alone. But all ranks have computed x, and need the gradient of the
     whole. So backward gathers the gradients of the parts.
     """
@@ -221,6 +224,7 @@ def scatter_to_sequence(x, process_group=None):
 
 def own_part(x, process_group):
     world_size = dist.get_world_size(process_group)
+    # Features, if scatter_to_region() of section 6 has moved them to dimension 0.
     check_divides("positions or features", len(x), world_size)
     parts = x.chunk(world_size)
     return parts[dist.get_rank(process_group)].clone()  # a view would keep the whole x in memory
@@ -242,6 +246,7 @@ class ParallelLayer(nn.Module):
 
         process_group, rank, world_size
         sequence_parallel    whether the pair begins and ends with x_part
+        size                 of the split dimension in the whole layer, for example V
         sizes                of the stacked matrices, for example [4, 4, 4]; else of the one matrix
     """
 
@@ -280,8 +285,8 @@ class ColumnParallelLinear(ParallelLayer):
 
     def forward(self, x):
         y_shard = ColumnLinear.apply(x, self.matrix(), self.bias, self)
-        # F.linear may have returned a view, and PyTorch forbids changes in place of a view that a
-        # Function returns. This returns the same memory as an ordinary result.
+        # F.linear may have returned a view, and PyTorch forbids later changes in place of a view
+        # that a Function returns. This makes it an ordinary result, with the same memory.
         return torch.ops.aten._unsafe_view(y_shard, y_shard.shape)
 
 
@@ -313,8 +318,8 @@ class ColumnLinear(Function):
         sequence_parallel = ctx.layer.sequence_parallel
         if sequence_parallel:
             x, gathering = start_all_gather(input, group)
-        dtype = grad_y_shard.dtype  # under autocast x and the weight have another
-        grad_x = grad_y_shard @ weight_shard.to(dtype)  # this rank's part of the sum
+        dtype = grad_y_shard.dtype  # under autocast 16 bits; x and the weight may be in fp32
+        grad_x = grad_y_shard @ weight_shard.to(dtype)  # this rank's term of the sum
         if sequence_parallel:
             received, sending = start_reduce_scatter(grad_x, group)
             gathering.wait()
@@ -362,7 +367,7 @@ class VocabParallelEmbedding(ParallelLayer):
     split_dims = {"weight": 0}
 
     def forward(self, tokens):
-        check_tokens(tokens, self.size)  # the whole vocabulary
+        check_tokens(tokens, self.size)  # V, without padding
         row, is_local = locate(tokens, self.rank, len(self.weight))
         x = F.embedding(row, self.weight).masked_fill(~is_local.unsqueeze(-1), 0.0)
         return reduce_from_region(x, self.process_group)
@@ -381,8 +386,9 @@ def locate(tokens, rank, size):
 class VocabParallelCrossEntropy(Function):
     """For each token, loss = log Σ exp(logits - maximum) - (logits[target] - maximum).
 
-    Without the maximum exp() would overflow. One all-reduce finds it. Another adds up two numbers
-    per token: exp(), and logits[target] - maximum, which is 0 on ranks without the target.
+    Without the maximum, exp() would overflow. One all-reduce finds it. Another adds up two numbers
+    per token: Σ exp() over this rank's columns, and logits[target] - maximum, or 0 on ranks without
+    the target.
     vocab_parallel_cross_entropy(), in section 5, adds ignored tokens and label smoothing.
     """
 
@@ -397,7 +403,7 @@ class VocabParallelCrossEntropy(Function):
         own_target = (logits.gather(-1, column) - maximum).where(is_local, 0.0)
         exp = (logits - maximum).exp_()
         sums = torch.stack((exp.sum(-1, keepdim=True), own_target))
-        total, of_target = reduce_from_region(sums, process_group)
+        total, of_target = all_reduce(sums, process_group)
         loss = total.log() - of_target
         # The gradient of the logits is softmax, minus 1 at the target. It takes the memory of exp.
         grad_logits = exp.div_(total)
@@ -414,12 +420,15 @@ class VocabParallelCrossEntropy(Function):
 
 # This is a training step. All ranks read the same tokens, and start with the same seed:
 #
-#     embedding    all-reduce            with sequence parallelism, a rank keeps its positions
-#     norm         on x, or on x_part    with x_part, SumsGradients (section 7) sums its gradients
-#     pair         f, A, GELU or attention, B, g
-#     head, loss   f, A, and two all-reduces
-#     backward     the same in reverse order, with the conjugates
-#     optimizer    on the shards, and on what is whole, which stays equal on all ranks
+#     embedding        all-reduce; with sequence parallelism, scatter_to_sequence() makes x x_part
+#     layer, twice     x + pair(norm(x)), where a pair is f, A, GELU or attention, B, g
+#     norm, head       f, A
+#     loss             two all-reduces
+#     backward         the same in reverse order, with the conjugates
+#     optimizer        on the shards, and on what is whole, which stays equal on all ranks
+#
+# A norm of x_part has only a part of its gradient. SumsGradients, in section 7, applies f to its
+# parameters, so backward adds the parts up.
 
 
 # --------------------------------------------------------------------------------------------------
@@ -470,16 +479,15 @@ def vocab_parallel_cross_entropy(
     """F.cross_entropy(logits, target, reduction="none") for a logits_shard of (…, V/t).
 
     `target` is (…) and the same on all ranks. The loss is (…), in float32 or float64.
-    Columns from `vocab_size` on are padding, and do not count, whatever the model does to them. The
-    default is the vocabulary of the head in the graph of the logits, or under no_grad() that of the
-    last head that ran. If none has so many columns, all columns count.
+    Columns from `vocab_size` on are padding, and never count. By default it is the size of the head
+    in the graph of the logits, or under no_grad() of the last head that ran, or all columns count.
     """
     check_loss_arguments(logits_shard, target, label_smoothing, vocab_size, process_group)
     columns = logits_shard.shape[-1]
     V = vocab_size or size_of_head(logits_shard, columns * dist.get_world_size(process_group))
     ignored = target == ignore_index
     target = target.masked_fill(ignored, 0)
-    check_tokens(target, V)  # on a GPU the product below makes loss and gradient NaN instead
+    check_tokens(target, V)
     rank = dist.get_rank(process_group)
     words_shard = logits_shard[..., : max(V - rank * columns, 0)]
     padding = columns - words_shard.shape[-1]
@@ -492,6 +500,7 @@ def vocab_parallel_cross_entropy(
         of_target = logits_shard.gather(-1, column).where(is_local, 0.0).squeeze(-1)
         above_mean = of_target - words_shard.sum(-1, dtype=loss.dtype) / V
         loss = loss + label_smoothing * reduce_from_region(above_mean, process_group)
+    # On a GPU check_tokens() does not raise: the product makes loss and gradient NaN.
     loss = loss * torch.ones_like(loss).masked_fill(is_outside(target, V), math.nan)
     return loss.masked_fill(ignored, 0.0)
 
@@ -790,7 +799,7 @@ def add_base(module, base, process_group):
 
 
 class SumsGradients:
-    """For a module that sees a part of the sequence, or of a pair: f sums its gradients."""
+    """For a module that sees some positions, or inside a pair some heads: f sums its gradients."""
 
     def forward(self, *args, **kwargs):
         parameters = self._parameters
