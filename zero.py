@@ -1,34 +1,36 @@
 """ZeRO: data parallelism with optimizer state, gradients and parameters split over the ranks.
 
-DDP keeps everything on each of N ranks. But an elementwise optimizer, such as Adam, can update any
-part of the parameters alone. So each rank updates 1/N of them, and keeps their optimizer state.
+DDP keeps everything on each of N ranks. But an elementwise optimizer, such as Adam, updates each
+element from its own gradient and state. So each rank updates 1/N of them, and keeps their state.
 
-            backward →  reduce-scatter gradients →  update own shard →  all-gather parameters
-    rank 0   g₀ ━━━━┯━━━━ ╲╱ ━━━━ sum of the left halves  ── AdamW ━━━━ ╲╱ ━━━━┯━━━━ p
-    rank 1   g₁ ━━━━┷━━━━ ╱╲ ━━━━ sum of the right halves ── AdamW ━━━━ ╱╲ ━━━━┷━━━━ p
+            backward →  reduce-scatter gradients →   update own shard →  all-gather parameters
+    rank 0   g₀ ━━━━┯━━━━ ╲╱ ━━━━ mean of the left halves  ── AdamW ━━━━ ╲╱ ━━━━┯━━━━ p
+    rank 1   g₁ ━━━━┷━━━━ ╱╲ ━━━━ mean of the right halves ── AdamW ━━━━ ╱╲ ━━━━┷━━━━ p
 
     Zero1 shards the optimizer state. step() reduces the gradients, updates, and gathers.
     Zero2 also shards the gradients. Backward reduces a bucket of gradients as soon as it is full.
     Zero3 also shards the parameters. It gathers a unit, such as a transformer block, before its
           forward and its backward, and frees it afterwards.
 
-Read section 1 for the idea (14 minutes), to section 4 for the technique (65), and the rest to use
-it as a library (98).
+Read section 1 for the idea (14 minutes), to section 4 for the technique (61), and the rest to use
+it as a library (99).
 
-Per rank, in a step of m backwards. First three columns: bytes held. Last two: elements sent, times
-(N-1)/N. There are Ψ parameters of 16 bits, with Adam and fp32 master weights. Sharded gradients
-are in fp32. A bucket of gradients is held twice while it is reduced. step() and clip_grad_norm_()
-also all-reduce a byte per parameter tensor:
+What a rank holds, and sends in a step of m backwards. There are Ψ parameters of 16 bits, with Adam
+and fp32 master weights. Sharded gradients are in fp32. Zero3 keeps no 16-bit shard: it rounds the
+masters when it gathers. A bucket of gradients is held twice while it is reduced. step() and
+clip_grad_norm_() also all-reduce a byte per parameter tensor:
 
-           parameters  gradients  optimizer  sent     sent with no_sync()
+           held, in bytes:                   sent, in elements, times (N-1)/N:
+           parameters  gradients  optimizer  plain    with no_sync()
     DDP    2Ψ          2Ψ         12Ψ        2mΨ      2Ψ
     Zero1  2Ψ          2Ψ         12Ψ/N      2Ψ       2Ψ
     Zero2  2Ψ          4Ψ/N       12Ψ/N      (m+1)Ψ   2Ψ
     Zero3  0           4Ψ/N       12Ψ/N      3mΨ      (2m+1)Ψ
 
 Gradients are added in rank order and divided by N. So training without clipping is bitwise equal to
-one device that does the same. For two backwards a and b in a step on two ranks, Zero2 and Zero3 add
-((a₀ + a₁) + b₀) + b₁. Zero1, and each class in no_sync(), adds (a₀ + b₀) + (a₁ + b₁).
+one device that adds the ranks' gradients in the same order. For two backwards a and b in a step on
+two ranks, Zero2 and Zero3 add ((a₀ + a₁) + b₀) + b₁. Zero1, and each class in no_sync(), adds
+(a₀ + b₀) + (a₁ + b₁).
 
 Run:      torchrun --nproc-per-node 2 zero.py          (python zero.py runs as one rank)
           torchrun --nproc-per-node 2 zero.py --idea   trains with section 1
@@ -67,8 +69,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-# Its functions have `group=group.WORLD` as defaults, so an import after init_process_group() would
-# keep the group alive.
+# Imported before init_process_group(): its functions have `group=group.WORLD` as a default, and
+# would keep the group alive.
 import torch.distributed.nn.functional
 import torch.nn as nn
 import torch.nn.functional as F
@@ -110,7 +112,7 @@ class ShardedParameter:
         flat = self.shard.new_empty(self.N * self.shard.numel())
         all_gather_single(flat, self.shard, group=self.process_group)
         values = flat[: self.parameter.numel()]
-        # By .data: autograd must not see a change of what it saved for backward.
+        # By .data: in backward, autograd must not see that ZeRO-3 changes what it saved.
         self.parameter.data.copy_(values.view_as(self.parameter))
 
 
@@ -151,8 +153,8 @@ class Zero3Unit(nn.Module):
         zero2_hooks(self.sharded)
         for each in self.sharded:
             free(each.parameter)
-            # This hook runs after reduce_scatter(). Backward leaves a frozen or unused parameter
-            # whole; the end of the next forward frees it.
+            # This hook runs after reduce_scatter(). Backward leaves an unused parameter whole; the
+            # end of the next forward frees it.
             each.parameter.register_post_accumulate_grad_hook(free)
 
     def gather(self, _=None):
@@ -243,12 +245,12 @@ class Bucket:
         self.grad = None  # the sum over ranks, until step() divides it by N
         self.on_the_way = None  # (handle, received) of the all-to-all that runs
 
-    def make_master(self, offload):
-        return master_of(self.shard, offload)  # a copy in fp32, if the shard has 16 bits
+    def make_master(self, offload):  # Zero3's buckets do more
+        return master_of(self.shard, offload)  # a copy if the shard has 16 bits, or for the CPU
 
     def send_gradients(self):
         """Move the gradients out of .grad, and begin to send part r of them to rank r."""
-        # Not zeros, which would take 3% of a step: no slot reads the garbage in the padding.
+        # No slot reads the padding, so it may be garbage. Zeros would take 3% of a step.
         gradients = torch.empty_like(self.flat)
         for slot in self.slots:
             view = slot.view(gradients)
@@ -353,7 +355,7 @@ class Zero1(torch.optim.Optimizer):
         """
         slots = list(self._slots.values())
         # 0: this rank has no gradient. 1: it is reduced. 2: it is in .grad.
-        here = [slot.is_reduced if slot.parameter.grad is None else 2 for slot in slots]
+        here = [2 if slot.parameter.grad is not None else int(slot.is_reduced) for slot in slots]
         highest = self._buckets[0].flat.new_tensor(here, dtype=torch.uint8)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.process_group)
         to_reduce = []
@@ -366,7 +368,7 @@ class Zero1(torch.optim.Optimizer):
         self._finish_reduce()
 
     def _start_reduce(self, bucket):
-        self._finish_reduce()  # of the bucket before: only one is held twice
+        self._finish_reduce()  # of the bucket before, so that only one is held twice
         bucket.send_gradients()
 
     def _finish_reduce(self):
@@ -465,9 +467,8 @@ class Zero2(Zero1):
             return
         self._in_backward = True
         self._to_reduce = list(filter(self._reduces, self._buckets))
-        # queue_callback() binds to the innermost backward that runs. From a parameter's hook, that
-        # may be a reentrant checkpoint's, which ends too early. So outputs have hooks, which come
-        # first.
+        # queue_callback() binds to the innermost backward. A reentrant checkpoint runs its own,
+        # which ends too early, and parameters' hooks may run in it. So hooks on outputs come first.
         torch.autograd.Variable._execution_engine.queue_callback(self._post_backward)
 
     def _reduces(self, bucket):
@@ -482,7 +483,7 @@ class Zero2(Zero1):
             self._start_reduce(self._to_reduce.pop(0))
 
     def _post_backward(self):
-        for bucket in self._to_reduce:  # not full here, but another rank may have sent its part
+        for bucket in self._to_reduce:  # not full, but every rank must send every bucket
             self._start_reduce(bucket)
         self._finish_reduce()
         self._to_reduce = []
@@ -538,7 +539,7 @@ class FreeableBucket(Bucket):
         if not self.is_freed:  # if it is, unfree() in the next forward gathers
             super().all_gather()
 
-    # The library: between these two, the parameters are NaN, and an error if used.
+    # The library: from refuse_use() to allow_use(), parameters are NaN, and an error if used.
 
     def refuse_use(self):
         refuse_use(self)
@@ -562,10 +563,12 @@ class Zero3(Zero2):
         _pre_forward(2)         1                2
         _post_forward()         2, the model's
         _pre_backward(2)                         the model's, 2
-        _pre_backward(model)    (the model returns the output of 2, so nothing is left to do)
+        _pre_backward(model)    (nothing: the model returns the output of 2, and 2 hooked it first)
         _pre_backward(1)        2                1               2
         _pre_backward(0)        1                0               1
         _post_backward()        0, the model's                   0, the model's
+
+    _unshard() frees and gathers. _reach() reduces the unit that backward has reached before.
 
     All ranks must run the same units in the same order, and their backwards must reach the same.
     find_units() says how a unit may skip its layers. A freed parameter refuses to be used. So call
@@ -576,7 +579,8 @@ class Zero3(Zero2):
     bucket_class = FreeableBucket
 
     def __init__(self, module, *args, units=None, **kwargs):
-        self._unit_of = self._find_units(module, units)  # {parameter: the modules in its unit}
+        # {parameter: the modules in its unit}, so that _bucket_lists() can keep units apart
+        self._unit_of = self._find_units(module, units)
         super().__init__(module, *args, **kwargs)
         self._needs = self._find_needs()  # {module: the buckets of its unit and of those around it}
         self._reached = []  # the buckets that the module needs where backward is now
@@ -598,7 +602,7 @@ class Zero3(Zero2):
 
     def _unshard(self, needed):
         """Gather the buckets. Free all others: forward and backward are done with them."""
-        # A module inside a unit that runs already finds everything gathered.
+        # If the module is inside a unit that runs, everything is gathered.
         if any(bucket.is_freed for bucket in needed):
             self._free_all_but(needed)
             for bucket in needed:
@@ -610,10 +614,10 @@ class Zero3(Zero2):
                 bucket.free()
 
     def _reach(self, needed):
-        """If backward reaches another unit, reduce the gradients of the unit before.
+        """If backward has come from one unit to another, reduce the gradients of the first.
 
-        They may not have come: a rank may run a unit, but use none of its parameters. And backward
-        may free a unit before it is done with it: a checkpoint runs other units forward again.
+        Why not when they are in .grad: a rank may use none of the unit's parameters. Why not in
+        _unshard(): a checkpoint's forward also frees units that backward is not done with.
         """
         if set(needed).issubset(self._reached):  # a module inside the unit, or around it
             return
@@ -621,15 +625,15 @@ class Zero3(Zero2):
             if bucket in self._to_reduce and bucket not in needed:
                 self._to_reduce.remove(bucket)
                 self._start_reduce(bucket)
-        # A unit that ran twice is reached twice. Its gradients come after the second time, and the
-        # first reduction has sent zeros.
+        # A unit that ran twice is reached twice. Its gradients are in .grad only after the second
+        # time. The first time zeros were sent. So reduce again.
         again = [b for b in needed if self._reduces(b) and b not in self._to_reduce]
         self._to_reduce += again
         self._reached = needed
 
     def _post_accumulate_grad(self, parameter, *_):
-        # Unlike Zero2, do not reduce a full bucket: it may be full before the next gather on one
-        # rank, and after it on another. But all ranks must send in one order.
+        # Unlike Zero2, do not reduce a full bucket. On one rank that might be before the next
+        # gather, and on another after it. _reach() has one order on all ranks.
         self._begin_backward()
 
     def _post_backward(self):
@@ -695,7 +699,7 @@ def broadcast_from_rank_0(optimizer):
 def same_parameters(optimizer):
     """Return the parameters of which all ranks of the group hold the same values.
 
-    Split modules list the global ranks that differ. Two of them must be in the group.
+    Split modules list the global ranks that differ. It matters if two of them are in the group.
     """
     members = dist.get_process_group_ranks(optimizer.process_group or dist.group.WORLD)
     different = set()
@@ -799,7 +803,7 @@ class WeakHook:
 
 def register_hooks(optimizer, modules):
     """Let backward call Zero2's methods. `modules` are those whose outputs call _pre_backward()."""
-    optimizer._nodes = []  # autograd's, which add to .grad: a hook ends with its node
+    optimizer._nodes = []  # autograd's, which add to .grad: kept, because their hooks die with them
     arrived = WeakHook(optimizer, type(optimizer)._post_accumulate_grad)
     for parameter in [p for p in optimizer._slots if p.requires_grad]:
         # A hook on the node runs after all hooks on the parameter, such as the user's.
@@ -905,9 +909,9 @@ def find_units(module, units):
 
     A unit is the set of the modules in it. All ranks must run the same units in the same order, and
     their backwards must reach the same. So if a unit skips its layers on one rank, its input must
-    need a gradient, and it must return x * 1, not x. What a checkpoint without reentry runs from
-    its last unit on must save tensors on all ranks or on none: backward runs the checkpoint again
-    when it needs the first of them. If ranks use different experts, let the block around the
+    need a gradient, and it must return x * 1, not x. In a checkpoint without reentry, the last
+    unit and what follows it must save tensors on all ranks or on none. Backward runs the checkpoint
+    again when it needs the first of them. If ranks use different experts, let the block around the
     experts be the unit. If several units share a layer with parameters, its call gathers all of
     them.
 
