@@ -720,8 +720,9 @@ class LibrarySchedule(Schedule):
 
 
 class LibraryUnit(Unit):
-    """A Unit that may be called for evaluation, or while autograd is suspended or autocasts."""
+    """A Unit that may be called for evaluation, in autocast, and by a compiled module."""
 
+    @torch.compiler.disable
     def pre_forward(self, module, args, kwargs):
         schedule = self.schedule
         if schedule.outermost is None and not in_backward():
@@ -741,6 +742,7 @@ class LibraryUnit(Unit):
             tensor = tensor.to(dtype=self.settings.mp_policy.param_dtype)  # None: no cast
         return super().prepare_input(tensor)
 
+    @torch.compiler.disable
     def post_forward(self, module, args, output):
         super().post_forward(module, args, list(tensors_in(output)))
         # Autocast would keep 16-bit copies of whole parameters, and use them in the next forward.

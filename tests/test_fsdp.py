@@ -235,6 +235,22 @@ def test_after_a_forward_that_raised_a_state_dict_is_loaded_and_training_goes_on
     train(ours, plain, steps=1)
 
 
+@pytest.mark.parametrize("is_model", [False, True], ids=["layers", "model"])
+@pool.on(2)
+def test_compiled_modules_have_the_gradients_of_one_device(is_model):
+    plain = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    ours = copy.deepcopy(plain)
+    for module in [ours] if is_model else ours:
+        module.compile(backend="eager")
+    make_units(ours)
+    for number in range(2):  # not in a dispatch mode, which would end compilation
+        backward(ours, number)
+        on_one_device(plain, [number])
+        assert_same_gradients(ours, plain)
+        ours.zero_grad()
+        plain.zero_grad()
+
+
 # ---- Accumulation
 
 
