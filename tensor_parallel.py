@@ -242,7 +242,7 @@ class ParallelLayer(nn.Module):
         ColumnParallelLinear.from_full(linear)          a copy of an nn.Linear, of this class
         ColumnParallelLinear.from_full(qkv, stack=3)    of three stacked matrices: q, k and v
 
-    For each parameter in split_dims the copy has what shard() returns. The library (section 6) sets
+    For each parameter in split_dims the copy has what cut() returns. The library (section 6) sets
 
         process_group, rank, world_size
         sequence_parallel    whether the pair begins and ends with x_part
@@ -256,7 +256,7 @@ class ParallelLayer(nn.Module):
     def from_full(cls, plain, **options):
         return shards_of(plain, cls, **options)
 
-    def shard(self, name, whole):
+    def cut(self, name, whole):
         """Return this rank's part of each matrix, so that it has the same heads of q, k and v:
 
         whole     q q q q   k k k k   v v v v
@@ -546,7 +546,7 @@ def load_full_state_dict(module, state_dict):
             raise ValueError(
                 f"{name}: {whole.shape} in state_dict; the split dimension must be {layer.size}"
             )
-        state_dict[name] = padded_shard(layer, own_name, whole)
+        state_dict[name] = shard(layer, own_name, whole)
     return module.load_state_dict(state_dict)
 
 
@@ -677,14 +677,15 @@ def take_shards(module):
                 raise ValueError(f"{path}.{name} is tied, but the plan splits it in two ways")
             is_cut = hasattr(parameter, "differ_between_ranks")  # by a layer that shares it
             if split and not is_cut:
-                parameter.data = padded_shard(layer, name, parameter.data)
+                parameter.data = shard(layer, name, parameter.data)
                 parameter.differ_between_ranks = layer.differ_between_ranks
 
 
-def padded_shard(layer, name, whole):
+def shard(layer, name, whole):
+    """Return this rank's shard of a whole parameter, to which rows of zeros are added."""
     dim = layer.split_dims[name]
     padded = F.pad(whole.movedim(dim, -1), (0, layer.padding)).movedim(-1, dim)
-    return layer.shard(name, padded)
+    return layer.cut(name, padded)
 
 
 def split_parameters(module):

@@ -392,7 +392,7 @@ def test_slices_of_tensor_parallel_layers_train_bitwise_as_whole_matrices(kind):
     plain_optimizer = torch.optim.Muon(plain.parameters(), **OPTIONS)
     for step in range(3):
         plain.weight.grad = randn(plain.weight.shape, step, torch.float32)
-        weight.grad = model[0].shard("weight", plain.weight.grad)
+        weight.grad = tensor_parallel.shard(model[0], "weight", plain.weight.grad)
         optimizer.step()
         plain_optimizer.step()
         whole = tensor_parallel.full_state_dict(model)["0.weight"]
