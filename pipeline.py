@@ -21,9 +21,9 @@ at most p micro-batches. Three more schedules:
                        pipeline takes 1/v of the time.
     zero_bubble        B is split in two. One half can wait, and run in the bubble (section 4).
 
-A rank holds Ψ/p of Ψ parameters. If micro-batches have b samples of s tokens of h features, an
-inner rank sends 2·m·bsh elements per step (interleaved: 2·v·m·bsh). The first and the last rank
-send m·bsh less.
+A rank holds Ψ/p of Ψ parameters. A micro-batch has b samples of s tokens of h features. Per step,
+an inner rank sends m outputs and m gradients of bsh elements each (interleaved: v times as many).
+The first rank sends no gradients for the first stage, and the last no outputs of the last stage.
 
                        bubble              micro-batches kept on rank 0
     naive              1 - 1/p             1
@@ -32,10 +32,11 @@ send m·bsh less.
     interleaved_1f1b   (p-1)/(vm+p-1)      more than 1f1b
     zero_bubble        (p-1)/(3m+p-1)      min(p, m)
 
-The last two are for m ≥ p, and zero_bubble's for equally long F and halves of B.
+The last two formulas need m ≥ p. The last one also needs F and both halves of B to take equally
+long.
 
-Read section 1 for the idea (11 minutes), to section 3 for the technique (45), and the rest to use
-it as a library (88). Sections 2 and 3 have 1F1B and interleaving. Section 4, zero bubble, is a
+Read section 1 for the idea (11 minutes), to section 3 for the technique (44), and the rest to use
+it as a library (90). Sections 2 and 3 have 1F1B and interleaving. Section 4, zero bubble, is a
 refinement.
 
 Run:      torchrun --nproc-per-node 2 pipeline.py --schedule zero_bubble
@@ -132,10 +133,11 @@ class Action(NamedTuple):
 #
 #   gpipe, m = 4        0F0 0F1 0F2 0F3 | 0B0 0B1 0B2 0B3
 #   1f1b, m = 4         0F0 0F1 0F2 | 0B0 0F3 0B1 0B2 0B3
-#   interleaved_1f1b    0F0 0F1 0F2 3F0 3F1 3F2 0F3 0F4 | 3B0 0F5 3B1 3F3 3B2 3F4 0B0 3F5 0B1 0B2
-#   m = 6, v = 2        3B3 3B4 3B5 0B3 0B4 0B5
+#   interleaved_1f1b,   0F0 0F1 0F2 3F0 3F1 3F2 0F3 0F4 | 3B0 0F5 3B1 3F3 3B2 3F4 0B0 3F5 0B1 0B2
+#   m = 6, v = 2        … 3B3 3B4 3B5 0B3 0B4 0B5
 #
-# Interleaved, this rank has stages 0 and 3. Micro-batches go in rounds of p, here 0 1 2 and 3 4 5.
+# Interleaved, this rank has stages 0 and 3. Micro-batches go in rounds of p or more, here 0 1 2 and
+# 3 4 5.
 # All stages of the rank run a round before the next round begins.
 
 
@@ -157,8 +159,8 @@ def schedule_of_rank(name, rank, p, m, v):
     # The first backward is that of micro-batch 0 on the rank's last stage. Before it, the rank runs
     # - the first round on its other stages,
     # - micro-batch 0 on its last stage,
-    # - one forward for each later rank, to which micro-batch 0 goes, and from which it comes back.
-    #   Interleaved, two: so each message has the time of one action to travel.
+    # - one more forward for each later rank, because micro-batch 0 goes there and comes back.
+    #   Interleaved, two more: so each message may travel for the time of one action.
     # For rank 0 above, these are 0 + 1 + 2, and 3 + 1 + 4 if interleaved.
     per_later_rank = 2 if name == "interleaved_1f1b" else 1
     warmup = (v - 1) * len(rounds[0]) + 1 + per_later_rank * (p - 1 - rank)
@@ -171,9 +173,9 @@ def schedule_of_rank(name, rank, p, m, v):
 #    they run.
 #
 # F takes the inputs of its stage, and gives its outputs to F of the next stage. B takes the
-# gradients of the outputs, and gives those of the inputs to B of the previous stage. A message has
-# such tensors: {index of the input or output: tensor}. The life of the message from 0F0, on rank 0,
-# to 1F0, on rank 1:
+# gradients of the outputs, and gives those of the inputs to B of the previous stage. A message is a
+# dictionary of such tensors: {index of the input or output: tensor}. The life of the message from
+# 0F0, on rank 0, to 1F0, on rank 1:
 #
 #   rank 0      run(0F0) gives it
 #   all ranks   _transfer(): rank 0 copies it, and starts isend
@@ -198,8 +200,8 @@ def detached(tensor, device, copy=False):
 class BasicPipeline(nn.Module):
     """Runs this rank's stages in the order of any schedule of F and B.
 
-    stages: a module, or the list of this rank's modules in stage order. One returns a tensor, or a
-        tuple of tensors, the arguments of the next stage.
+    stages: a module, or the list of this rank's modules in stage order. A module returns a tensor,
+        or a tuple of tensors: the arguments of the next stage.
     schedule: a name such as "1f1b", or a list of actions for each rank.
     num_microbatches: torch.chunk splits the batch along dimension 0.
     loss_fn(output, target): the mean loss of a micro-batch.
@@ -214,9 +216,9 @@ class BasicPipeline(nn.Module):
         self.loss_fn = loss_fn
         self._group = process_group
         self._rank = dist.get_rank(process_group)
-        # schedule: the list of each rank's actions. _takers: {action: the one that takes its
-        # message, or None}, such as {0F0: 1F0, …, 2F0: None, 2B0: 1B0, …}. It has all ranks'
-        # actions, in the order in which section 6 predicts that they end.
+        # schedule has the list of each rank's actions. _takers lists the actions of all ranks, in
+        # the order in which they end (section 6 predicts it). Each has the action that takes its
+        # message, or None: {0F0: 1F0, …, 2F0: None, 2B0: 1B0, …}.
         self.schedule, self._takers = self._read_schedule(schedule, stages)
         ranks = enumerate(self.schedule)
         self._rank_of = {action.stage: rank for rank, actions in ranks for action in actions}
@@ -234,7 +236,7 @@ class BasicPipeline(nn.Module):
         The rank of the first stage reads inputs, a tensor or a tuple of tensors. The rank of the
         last stage reads targets, a tensor, and returns the loss.
         """
-        check_grad_mode(self._group, self._send_device)  # raises if ranks differ
+        check_grad_mode(self._group, self._send_device)  # all ranks train, or none
         self._start(inputs, targets)
         # Ranks must start their transfers in one order, or NCCL hangs. So each rank walks through
         # the actions of all ranks, and runs its own. At another rank's action, _transfer() posts
@@ -302,7 +304,8 @@ class BasicPipeline(nn.Module):
         inputs, outputs = self._activations.pop((stage, i))
         if stage == self._last_stage:
             gradients = {0: torch.ones_like(outputs[0])}  # of the loss
-        used = [outputs[index] for index in gradients]  # what the next stage used
+        # An output that the next stage did not use has no gradient.
+        used = [outputs[index] for index in gradients]
         torch.autograd.backward(used, [*gradients.values()])
         return {index: x.grad for index, x in inputs.items() if x.grad is not None}
 
@@ -314,9 +317,10 @@ class BasicPipeline(nn.Module):
             self._inbox[taker] = (message, [])
             return
         device = self._send_device
-        # The next actions may change the tensors. A copy has no gaps, as _start_all() needs.
+        # The next actions may change the tensors. A copy is dense: its memory has no gaps.
         copies = {index: detached(each, device, copy=True) for index, each in message.items()}
-        # In the first step, the source tells all ranks how to allocate such tensors.
+        # In the first step (of each grad mode), the source tells all ranks how to allocate such
+        # tensors: their size, stride, dtype and requires_grad.
         metadata = self._share_metadata(taker, copies, source)
         if source == self._rank:
             works = self._start_all(dist.isend, copies, destination)
@@ -333,7 +337,8 @@ class BasicPipeline(nn.Module):
         """Call section 1's start_transfer() for each tensor. Return the works to wait for."""
         works = []
         for tensor in message.values():
-            # Transfers want contiguous tensors. Seen as a vector, any tensor without gaps is.
+            # Transfers want contiguous tensors, and a transposed one is not. But it is dense, so
+            # its memory is a contiguous vector.
             vector = tensor.detach().as_strided([tensor.numel()], [1])
             works.append(start_transfer(operation, vector, peer, self._group))
         return works
@@ -344,7 +349,7 @@ class BasicPipeline(nn.Module):
             for work in works:
                 work.wait()
 
-    # These hand on to section 6, and the other two to section 5.
+    # _read_schedule() hands on to section 6, and the other two to section 5.
 
     def _read_schedule(self, schedule, stages):
         return read_schedule(self, schedule, stages)
@@ -367,7 +372,7 @@ class BasicPipeline(nn.Module):
 
 
 def split_backwards(actions, rank):
-    """Split each B of 1F1B. Its W waits until the I of `rank` later micro-batches have run.
+    """Split each B of 1F1B. Rank r runs W of a micro-batch after I of the r-th later one.
 
     So each rank keeps as many micro-batches as rank 0 of 1F1B does.
     """
@@ -417,7 +422,7 @@ def leave_weights_to_w(left_to_w, weights):
     if left_to_w is None or F.linear is not linear:
         yield
         return
-    if left_to_w:  # F and I begin with an empty list, unless a backward ran in F
+    if left_to_w:  # F and I begin with an empty list, so a backward has run in F
         raise RuntimeError("a stage ran a backward in its forward; use a schedule without W")
     F.linear = partial(split_linear, left_to_w, weights)
     try:
@@ -426,15 +431,15 @@ def leave_weights_to_w(left_to_w, weights):
         F.linear = linear
 
 
-def split_linear(left_to_w, weights, x, weight, bias=None):
+def split_linear(left_to_w, weights, input, weight, bias=None):
     """F.linear, but its backward leaves the gradient of the weight to W.
 
-    The weight is detached, so backward computes the gradients of x and of the bias only. A hook
-    gets the gradient of y, and stores what W needs.
+    The weight is detached, so backward computes the gradients of the input and of the bias only. A
+    hook gets the gradient of y, and stores what W needs.
     """
-    if not can_wait(x, weight, weights):  # for example, a hook needs the gradient in I
-        return linear(x, weight, bias)
-    rows = x.flatten(end_dim=-2)
+    if not can_wait(input, weight, weights):  # for example, a hook needs the gradient in I
+        return linear(input, weight, bias)
+    rows = input.flatten(end_dim=-2)
     version = rows._version
     y = linear(rows, weight.detach(), bias)
 
@@ -445,7 +450,7 @@ def split_linear(left_to_w, weights, x, weight, bias=None):
 
     # On y, not on the view below: a view that a stage changes in place gets another grad_fn.
     y.register_hook(leave_to_w)
-    return y.unflatten(0, x.shape[:-1])
+    return y.unflatten(0, input.shape[:-1])
 
 
 def can_wait(x, weight, weights):

@@ -146,7 +146,8 @@ class Linears(nn.Module):
 
     def __init__(self):
         super().__init__()
-        for name in ("frozen", "strided", "vector", "twice", "normed", "no_gradient", "hooked"):
+        names = "frozen", "strided", "vector", "twice", "normed", "no_gradient", "hooked", "named"
+        for name in names:
             self.add_module(name, nn.Linear(6, 6))
         self.frozen.weight.requires_grad_(False)
         nn.utils.parametrizations.weight_norm(self.normed)
@@ -156,6 +157,7 @@ class Linears(nn.Module):
         if not self.hooked.weight._backward_hooks:  # a copy of the module does not have it
             self.hooked.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
         y = self.hooked(x)
+        y = F.linear(input=y, weight=self.named.weight, bias=self.named.bias)
         y = y + self.strided(y.mT.contiguous().mT)
         mean = y.flatten(end_dim=-2).mean(0)
         once = torch.relu_(self.twice(y))
