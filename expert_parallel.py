@@ -180,62 +180,34 @@ class Router(nn.Linear):
             return F.linear(tokens.to(dtype), self.weight.to(dtype))
 
 
-class MoE(nn.Module):
-    """A mixture of experts: (…, hidden) to the same. parallelize() splits the experts over ranks.
+class RoutedExperts(nn.Module):
+    """A mixture of experts: (…, hidden) to the same. Each token goes to the best `top_k` experts.
 
-    top_k                experts per token; their probabilities weight their results
-    norm_topk_prob       divide the weights of a token by their sum (Mixtral), unless top_k is 1
-    num_shared_experts   experts that see every token (DeepSeekMoE), as one wide expert
-    capacity_factor      limits the rows of an expert: see limit_slots()
-    bias_update_rate     balances the experts by a bias: call update_bias() once a step
-
-    After a forward, aux_loss (Switch's, which is 1 if the experts are balanced) and z_loss
-    (ST-MoE's, which keeps logits small) are those of all ranks' tokens. Add them to the loss, with
-    a weight. They and the bias count only tokens whose `mask`, (…), is True or 1.
+    MoE, its subclass in section 4, has options: shared experts, a capacity, a balance.
     """
 
-    def __init__(
-        self,
-        hidden,
-        ffn_hidden,
-        num_experts,
-        top_k=2,
-        *,
-        capacity_factor=None,
-        num_shared_experts=0,
-        norm_topk_prob=True,
-        bias_update_rate=None,
-    ):
+    norm_topk_prob = True  # divide the weights of a token by their sum (Mixtral)
+
+    def __init__(self, hidden, ffn_hidden, num_experts, top_k):
         super().__init__()
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"top_k={top_k} of {num_experts} experts; choose 1 to {num_experts}")
-        check_capacity_factor(capacity_factor)
         self.num_experts = num_experts
         self.top_k = top_k
-        self.capacity_factor = capacity_factor
-        self.norm_topk_prob = norm_topk_prob
-        self.bias_update_rate = bias_update_rate
         self.gate = Router(hidden, num_experts, bias=False)
         self.experts = Experts(num_experts, hidden, ffn_hidden)
-        self.shared_experts = None
-        if num_shared_experts:
-            self.shared_experts = Experts(1, hidden, num_shared_experts * ffn_hidden)
-        bias = torch.zeros(num_experts, dtype=torch.float32)  # only update_bias() changes it
-        self.register_buffer("bias", bias, persistent=bias_update_rate is not None)
 
-    def forward(self, x, mask=None):
-        check_router_logits()  # transformers cannot record those of this router
+    def forward(self, x, mask=None):  # the mask is for MoE
         tokens = x.reshape(-1, x.shape[-1])  # (tokens, hidden)
         weights, chosen = self.route(tokens, mask)
         slots, counts, num_slots = self.assign_slots(chosen)
         rows = tokens.new_zeros(num_slots + 1, tokens.shape[1])
-        # slots[j, t] is the row of token t's choice j. Dropped choices share the extra slot.
+        # slots[j, t] is the row of token t's choice j. The last row is for choices that a capacity
+        # drops.
         rows[slots] = tokens  # broadcast over the k choices
         results = self.run_experts(rows[:-1], counts)
-        results = F.pad(results, (0, 0, 0, 1))  # zeros for the extra slot
+        results = F.pad(results, (0, 0, 0, 1))  # zeros for the last row
         output = (results[slots] * weights.T[..., None]).sum(0)  # over the choices
-        if self.shared_experts is not None:
-            output = output + self.shared_experts(tokens, [len(tokens)])
         return output.view_as(x)
 
     def route(self, tokens, mask=None):
@@ -243,12 +215,14 @@ class MoE(nn.Module):
         logits = self.gate(tokens)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         probabilities = logits.softmax(-1)
-        chosen = (probabilities + self.bias).topk(self.top_k).indices
+        chosen = self.choose(logits, probabilities, mask)
         weights = probabilities.gather(1, chosen)
         if self.norm_topk_prob and self.top_k > 1:
             weights = weights / weights.sum(-1, keepdim=True)
-        self._record_routing(logits, chosen, mask)  # for the losses and the bias
         return weights.to(tokens.dtype), chosen
+
+    def choose(self, logits, probabilities, mask):
+        return probabilities.topk(self.top_k).indices
 
     def assign_slots(self, chosen):
         """Return (slots, counts, num_slots).
@@ -259,10 +233,7 @@ class MoE(nn.Module):
         expert = chosen.T  # GShard's order: all first choices, then all second choices
         order = expert.flatten().argsort(stable=True)
         slots = order.argsort().view_as(expert)  # the inverse of that permutation
-        counts = count_choices(chosen, self.num_experts)
-        if self.capacity_factor is not None:
-            return self._limit_slots(expert, slots, counts)
-        return slots, counts, slots.numel()
+        return slots, count_choices(chosen, self.num_experts), slots.numel()
 
     def run_experts(self, rows, counts):
         """Return the results of the rows, in their order. A row's expert may be on any rank."""
@@ -290,35 +261,6 @@ class MoE(nn.Module):
         scale_gradient(by_sender, 1 / divisor)
         scale_gradient(rows, divisor)
         return AllToAllRows.apply(by_sender, from_ranks, to_ranks, group)
-
-    # The library's part. Section 4 has the functions.
-
-    routing = None  # of the last forward: logits, how often experts were chosen, masked tokens
-    total = None  # sums over all ranks, which balance_losses() keeps for a second call
-    load = 0  # (E,), how often this rank chose each expert since update_bias()
-
-    def _record_routing(self, logits, chosen, mask):
-        record_routing(self, logits, chosen, mask)
-
-    def _limit_slots(self, expert, slots, counts):
-        return limit_slots(self, expert, slots, counts)
-
-    @property
-    def aux_loss(self):
-        return balance_losses(self)[0]
-
-    @property
-    def z_loss(self):
-        return balance_losses(self)[1]
-
-    def update_bias(self):
-        update_bias(self)
-
-    def _apply(self, function, recurse=True):  # Module.to() calls this
-        return apply_but_keep_bias(self, function, recurse)
-
-    def __getstate__(self):  # copy.deepcopy() cannot copy tensors with a graph
-        return self.__dict__ | {"routing": None}
 
 
 def scale_gradient(tensor, factor):
@@ -390,7 +332,7 @@ def parallelize(module, process_group=None, edp_group=None, loss="mean"):
     MoE the mask, too.
     """
     groups = Groups(process_group, edp_group, loss)
-    layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
+    layers = [layer for layer in module.modules() if isinstance(layer, RoutedExperts)]
     check_split(module, layers, groups)
     for tensor in [*module.parameters(), *module.buffers()]:
         if not tensor.is_meta:  # has no values
@@ -440,40 +382,156 @@ def average(gradients, axes):
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. The library: a capacity, and the balance of the experts.
+# 4. The library: shared experts, a capacity, and the balance of the experts.
 
 
-def limit_slots(layer, expert, slots, counts):
-    """Return what assign_slots() returns, with C slots for each expert.
+class MoE(RoutedExperts):
+    """A mixture of experts: (…, hidden) to the same. parallelize() splits the experts over ranks.
 
-    An empty slot has zeros. Choices beyond C are dropped: they get one extra slot at the end. A
-    token's other weights do not change.
+    top_k                experts per token; their probabilities weight their results
+    norm_topk_prob       divide the weights of a token by their sum (Mixtral), unless top_k is 1
+    num_shared_experts   experts that see every token (DeepSeekMoE), as one wide expert
+    capacity_factor      limits the rows of an expert: see assign_slots()
+    bias_update_rate     balances the experts by a bias: call update_bias() once a step
+
+    After a forward, aux_loss (Switch's, which is 1 if the experts are balanced) and z_loss
+    (ST-MoE's, which keeps logits small) are those of all ranks' tokens. Add them to the loss, with
+    a weight. They and the bias count only tokens whose `mask`, (…), is True or 1.
     """
-    first_slots = counts.cumsum(0) - counts
-    position = slots - first_slots[expert]  # 0 for the expert's first choice
-    # 1.1 is 11/10 here. In floating point, 1.1 · 100 / 10 is above 11.
-    factor = Fraction(layer.capacity_factor).limit_denominator(1_000_000)
-    E = layer.num_experts
-    C = math.ceil(factor * slots.numel() / E)
-    slots = torch.where(position < C, expert * C + position, E * C)
-    return slots, torch.full_like(counts, C), E * C
 
+    routing = None  # of the last forward: logits, how often experts were chosen, masked tokens
+    total = None  # sums over all ranks, which balance_losses() keeps for a second call
+    load = 0  # (E,), how often this rank chose each expert since update_bias()
 
-def record_routing(layer, logits, chosen, mask):
-    """Keep the last forward's choices for balance_losses(), and count them for update_bias()."""
-    if mask is None:
-        mask = torch.ones_like(chosen[:, 0])
-    masked = mask.reshape(-1, 1) == 0
-    # Masked tokens choose an expert that does not exist: this does not make the host wait.
-    counted = chosen.masked_fill(masked, layer.num_experts)
-    counts = count_choices(counted, layer.num_experts + 1)[:-1]
-    layer.routing = (logits, counts, masked)
-    layer.total = None
-    if layer.training:
-        layer.load = layer.load + counts
-    if logits.requires_grad:
-        references = map(weakref.ref, (layer, logits))
-        logits.register_hook(partial(forget_graph, *references))
+    def __init__(
+        self,
+        hidden,
+        ffn_hidden,
+        num_experts,
+        top_k=2,
+        *,
+        capacity_factor=None,
+        num_shared_experts=0,
+        norm_topk_prob=True,
+        bias_update_rate=None,
+    ):
+        super().__init__(hidden, ffn_hidden, num_experts, top_k)
+        check_capacity_factor(capacity_factor)
+        self.capacity_factor = capacity_factor
+        self.norm_topk_prob = norm_topk_prob
+        self.bias_update_rate = bias_update_rate
+        self.shared_experts = None
+        if num_shared_experts:
+            self.shared_experts = Experts(1, hidden, num_shared_experts * ffn_hidden)
+        bias = torch.zeros(num_experts, dtype=torch.float32)  # only update_bias() changes it
+        self.register_buffer("bias", bias, persistent=bias_update_rate is not None)
+
+    def forward(self, x, mask=None):
+        check_router_logits()  # transformers cannot record those of this router
+        output = super().forward(x, mask)
+        if self.shared_experts is not None:
+            tokens = x.reshape(-1, x.shape[-1])
+            shared = self.shared_experts(tokens, [len(tokens)])
+            output = output + shared.view_as(x)
+        return output
+
+    def choose(self, logits, probabilities, mask):
+        """Choose by the bias, too. Keep the choices for balance_losses() and update_bias()."""
+        chosen = (probabilities + self.bias).topk(self.top_k).indices
+        if mask is None:
+            mask = torch.ones_like(chosen[:, 0])
+        masked = mask.reshape(-1, 1) == 0
+        # Masked tokens choose an expert that does not exist: this does not make the host wait.
+        counted = chosen.masked_fill(masked, self.num_experts)
+        counts = count_choices(counted, self.num_experts + 1)[:-1]
+        self.routing = (logits, counts, masked)
+        self.total = None
+        if self.training:
+            self.load = self.load + counts
+        if logits.requires_grad:
+            references = map(weakref.ref, (self, logits))
+            logits.register_hook(partial(forget_graph, *references))
+        return chosen
+
+    def assign_slots(self, chosen):
+        """With a capacity, each expert has C slots.
+
+        An empty slot has zeros. Choices beyond C are dropped: they get one extra slot at the end. A
+        token's other weights do not change.
+        """
+        slots, counts, num_slots = super().assign_slots(chosen)
+        if self.capacity_factor is None:
+            return slots, counts, num_slots
+        first_slots = counts.cumsum(0) - counts
+        expert = chosen.T
+        position = slots - first_slots[expert]  # 0 for the expert's first choice
+        # 1.1 is 11/10 here. In floating point, 1.1 · 100 / 10 is above 11.
+        factor = Fraction(self.capacity_factor).limit_denominator(1_000_000)
+        E = self.num_experts
+        C = math.ceil(factor * num_slots / E)
+        slots = torch.where(position < C, expert * C + position, E * C)
+        return slots, torch.full_like(counts, C), E * C
+
+    @property
+    def aux_loss(self):
+        return self.balance_losses()[0]
+
+    @property
+    def z_loss(self):
+        return self.balance_losses()[1]
+
+    @torch.enable_grad()  # the losses keep their gradient even if they are read under no_grad()
+    def balance_losses(self):
+        """Return aux_loss and z_loss of the last forward, for the unmasked tokens of all ranks.
+
+        The first one that you read all-reduces both: read them on all ranks or on none. Under
+        checkpoint(use_reentrant=True) they have no gradient.
+
+        aux_loss = E Σ f P (Fedus et al., §2.2): f is an expert's share of all choices, and P is its
+        mean probability. Only P has a gradient.
+        """
+        if self.routing is None:
+            return None, None
+        logits, counts, masked = self.routing
+        E = self.num_experts
+        probabilities = logits.softmax(-1).masked_fill(masked, 0)
+        z = logits.logsumexp(-1, keepdim=True).square()
+        z = z.masked_fill(masked, 0)
+        # Over this rank's tokens.
+        sums = torch.cat([counts, probabilities.sum(0), z.sum(0)])
+        groups = self.experts.groups
+        if self.total is None:
+            self.total = sum_over_ranks(sums.detach().clone(), groups)
+        # The total has no gradient. `own` is 0, and has the gradient of this rank's sums, times W,
+        # which cancels the division in average_gradients().
+        W = math.prod(groups.divisors) if groups else 1
+        num_tokens = self.total[:E].sum().clamp(min=1) / self.top_k
+        own = W * (sums - sums.detach())
+        means = (self.total + own) / num_tokens
+        f, P, z_loss = means.split([E, E, 1])
+        aux_loss = E / self.top_k * (f * P).sum()
+        return aux_loss, z_loss.squeeze()
+
+    def update_bias(self):
+        """Prefer experts with less than the mean load (DeepSeek-V3, §2.1.2)."""
+        if self.bias_update_rate is None:
+            raise ValueError("update_bias() needs a rate; give MoE a bias_update_rate")
+        load = self.load + torch.zeros_like(self.bias)  # a tensor, even if no forward has counted
+        load = sum_over_ranks(load, self.experts.groups)
+        self.bias += self.bias_update_rate * (load.mean() - load).sign()
+        self.load = 0
+
+    def _apply(self, function, recurse=True):
+        """Module.to() calls this. The bias stays in fp32, or updates would be lost."""
+        bias = self.bias
+        super()._apply(function, recurse)
+        device = self.bias.device
+        # On the meta device it has no values, and to_empty() gives it arbitrary ones.
+        self.bias = torch.zeros_like(bias, device=device) if bias.is_meta else bias.to(device)
+        return self
+
+    def __getstate__(self):  # copy.deepcopy() cannot copy tensors with a graph
+        return self.__dict__ | {"routing": None}
 
 
 def forget_graph(layer_ref, logits_ref, grad):
@@ -488,64 +546,11 @@ def forget_graph(layer_ref, logits_ref, grad):
         layer.routing = (logits.detach(), *others)
 
 
-@torch.enable_grad()  # the losses keep their gradient even if they are read under no_grad()
-def balance_losses(layer):
-    """Return aux_loss and z_loss of the last forward, for the unmasked tokens of all ranks.
-
-    The first one that you read all-reduces both: read them on all ranks or on none. Under
-    checkpoint(use_reentrant=True) they have no gradient.
-
-    aux_loss = E Σ f P (Fedus et al., §2.2): f is an expert's share of all choices, and P is its
-    mean probability. Only P has a gradient.
-    """
-    if layer.routing is None:
-        return None, None
-    logits, counts, masked = layer.routing
-    E = layer.num_experts
-    probabilities = logits.softmax(-1).masked_fill(masked, 0)
-    z = logits.logsumexp(-1, keepdim=True).square()
-    z = z.masked_fill(masked, 0)
-    # Over this rank's tokens.
-    sums = torch.cat([counts, probabilities.sum(0), z.sum(0)])
-    groups = layer.experts.groups
-    if layer.total is None:
-        layer.total = sum_over_ranks(sums.detach().clone(), groups)
-    # The total has no gradient. `own` is 0, and has the gradient of this rank's sums, times W,
-    # which cancels the division in average_gradients().
-    W = math.prod(groups.divisors) if groups else 1
-    num_tokens = layer.total[:E].sum().clamp(min=1) / layer.top_k
-    own = W * (sums - sums.detach())
-    means = (layer.total + own) / num_tokens
-    f, P, z_loss = means.split([E, E, 1])
-    aux_loss = E / layer.top_k * (f * P).sum()
-    return aux_loss, z_loss.squeeze()
-
-
 def sum_over_ranks(tensor, groups):
     axes = groups.axes if groups else []
     for group in axes:
         dist.all_reduce(tensor, group=group)
     return tensor
-
-
-def update_bias(layer):
-    """Prefer experts with less than the mean load (DeepSeek-V3, §2.1.2)."""
-    if layer.bias_update_rate is None:
-        raise ValueError("update_bias() needs a rate; give MoE a bias_update_rate")
-    load = layer.load + torch.zeros_like(layer.bias)  # a tensor, even if no forward has counted
-    load = sum_over_ranks(load, layer.experts.groups)
-    layer.bias += layer.bias_update_rate * (load.mean() - load).sign()
-    layer.load = 0
-
-
-def apply_but_keep_bias(layer, function, recurse):
-    """As nn.Module._apply(), but the bias stays in fp32, or updates would be lost."""
-    bias = layer.bias
-    nn.Module._apply(layer, function, recurse)
-    device = layer.bias.device
-    # On the meta device it has no values, and to_empty() gives it arbitrary ones.
-    layer.bias = torch.zeros_like(bias, device=device) if bias.is_meta else bias.to(device)
-    return layer
 
 
 # --------------------------------------------------------------------------------------------------
