@@ -295,7 +295,7 @@ class DistributedDataParallel(Replica):
     """
 
     _comm_hook = None  # or (state, hook), which replaces the all-reduce
-    _finish_is_queued = False  # True if finish_with_unused() runs at the end of this backward
+    _finish_is_queued = False  # True if _finish_with_unused() runs at the end of this backward
 
     def __init__(
         self,
@@ -321,7 +321,7 @@ class DistributedDataParallel(Replica):
         cap = bucket_cap_mb or 25
         # What ranks send depends on these.
         compared = [f"bucket_cap_mb={cap}", f"{broadcast_buffers=}", f"{find_unused_parameters=}"]
-        check_arguments(module, process_group, others, unsupported, compared)
+        check_arguments(module, process_group, unsupported, compared)
         super().__init__(module, process_group, cap, broadcast_buffers, gradient_as_bucket_view)
         self.device_ids = device_ids  # if given, inputs are moved to the device of the module
         self.find_unused_parameters = find_unused_parameters
@@ -389,8 +389,28 @@ class DistributedDataParallel(Replica):
             super()._queue_finish()
         elif not self._finish_is_queued:  # this backward may end after any gradient
             self._finish_is_queued = True
-            finish = functools.partial(finish_with_unused, self)
-            torch.autograd.Variable._execution_engine.queue_callback(finish)
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_with_unused)
+
+    def _finish_with_unused(self):
+        """Average the gradients at the end of a backward that may have missed parameters."""
+        self._finish_is_queued = False
+        trained = list(self._bucket_of)
+        # For each parameter, 1 if it has a gradient on this rank, otherwise 0. Zeros are written on
+        # the device, because the host would wait for a copy of a list.
+        used = torch.ones(len(trained), device=self._buckets[0].flat.device)
+        unused = [number for number, parameter in enumerate(trained) if parameter.grad is None]
+        for number in unused:
+            used[number].zero_()
+            trained[number].grad = torch.zeros_like(trained[number])
+        for parameter, bucket in self._bucket_of.items():
+            if parameter in bucket.missing:  # this backward did not reach it
+                self._fill(parameter)
+        self._finish_backward()
+        dist.all_reduce(used, group=self.process_group)
+        num_ranks = used.tolist() if unused else []  # the host waits for the all-reduce
+        for number in unused:
+            if num_ranks[number] == 0:
+                trained[number].grad = None
 
     def __getstate__(self):  # copies and pickles make buckets, nodes and hooks of their own
         return vars(self) | {"_buckets": None, "_bucket_of": None, "_nodes": None}
@@ -438,28 +458,6 @@ def tensors_in(output):
         waiting.extend(getattr(each, "__dict__", {}).values())
         slots = copyreg._slotnames(type(each))
         waiting.extend(getattr(each, name, None) for name in slots)
-
-
-def finish_with_unused(ddp):
-    """Average the gradients at the end of a backward that may have missed parameters."""
-    ddp._finish_is_queued = False
-    trained = list(ddp._bucket_of)
-    # For each parameter, 1 if it has a gradient on this rank, otherwise 0. The zeros are written on
-    # the device, because the host would wait for a copy of a list.
-    used = torch.ones(len(trained), device=ddp._buckets[0].flat.device)
-    unused = [number for number, parameter in enumerate(trained) if parameter.grad is None]
-    for number in unused:
-        used[number].zero_()
-        trained[number].grad = torch.zeros_like(trained[number])
-    for parameter, bucket in ddp._bucket_of.items():
-        if parameter in bucket.missing:  # this backward did not reach it
-            ddp._fill(parameter)
-    ddp._finish_backward()
-    dist.all_reduce(used, group=ddp.process_group)
-    num_ranks = used.tolist() if unused else []  # the host waits for the all-reduce
-    for number in unused:
-        if num_ranks[number] == 0:
-            trained[number].grad = None
 
 
 class GradBucket:
@@ -538,13 +536,13 @@ def check_comm_hook(ddp):
         )
 
 
-def check_arguments(module, process_group, others, unsupported, compared):
+def check_arguments(module, process_group, unsupported, compared):
     """Raise an error if an argument or the module is not supported: on all ranks, if on one.
 
     Raise TypeError, on this rank, for an argument that PyTorch's class does not have. `compared`
     has what must be the same on all ranks, as text.
     """
-    inspect.signature(nn.parallel.DistributedDataParallel).bind(module, **others)
+    inspect.signature(nn.parallel.DistributedDataParallel).bind(module, **unsupported)
     set_names = [name for name, is_set in unsupported.items() if is_set]
     problems = [f"{name} is not supported by ddp.py; leave it out" for name in set_names]
     group = process_group or dist.group.WORLD
