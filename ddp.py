@@ -295,7 +295,6 @@ class DistributedDataParallel(Replica):
     """
 
     _comm_hook = None  # or (state, hook), which replaces the all-reduce
-    _finish_is_queued = False  # True if _finish_with_unused() runs at the end of this backward
 
     def __init__(
         self,
@@ -425,7 +424,8 @@ DDP = DistributedDataParallel
 
 def hook_outputs(ddp, output):
     """Let each backward from `output` average, even if one of another forward has ended before."""
-    ddp._finish_is_queued = False  # it stays True if a backward raises
+    # True if _finish_with_unused() runs at the end of this backward. It stays True if one raises.
+    ddp._finish_is_queued = False
 
     def pre_backward(_):  # a tensor's hook gets its gradient
         ddp._will_average = True
