@@ -19,8 +19,8 @@ gradients of the previous one are reduced.
 Hybrid sharding keeps R copies of each shard, on N·R ranks, and also all-reduces ḡ₀ over the R ranks
 that have w₀. Gathers stay within N ranks, for example a node.
 
-Read section 1 for the idea (11 minutes), to section 3 for the technique (49), and the rest to use
-it as a library (96). Four classes do the work:
+Read section 1 for the idea (12 minutes), to section 3 for the technique (50), and the rest to use
+it as a library (105). Four classes do the work:
 
     ShardedParameter   where: the place of a parameter in a unit's buffer, and in this rank's shard
     ParameterGroup     how: a unit's parameters of one dtype, gathered and reduced in one buffer
@@ -28,7 +28,7 @@ it as a library (96). Four classes do the work:
     Schedule           what the units of a model share: which of them runs, and which comes next
 
 Cost per rank in elements, with Adam. The model has Ψ parameters. T of them are trained, and u are
-in the largest unit. Rows with + are the peak in addition to "between steps".
+in the largest unit. To get the peak, add a row with + to the row "between steps".
 
                                    parameters  gradients  optimizer   sent per step, times (N-1)/N
     DDP                                Ψ           T         2T       2T
@@ -42,7 +42,8 @@ in the largest unit. Rows with + are the peak in addition to "between steps".
 Hybrid sharding sends 2T/N·(R-1)/R more. Section 4 has exceptions.
 
 Ranks add gradients in rank order. So training is bitwise equal to one device that takes the ranks'
-parts of the batch in turn, and adds up their gradients. With copies, all-reduce chooses the order.
+parts of the batch in turn, and divides the sum of their gradients by N. With copies, all-reduce
+chooses the order.
 
 Run:      torchrun --nproc-per-node 2 fsdp.py     (--idea trains with section 1 alone)
           torchrun --nproc-per-node 4 fsdp.py --replicas 2
@@ -166,16 +167,17 @@ class ShardedParameter:
         self.group = group
         self.owners = owners  # [(module, attribute), …]: several if the parameter is tied
         self.shape = original.shape
-        self.stride = torch.empty_like(original, device="meta").stride()  # without gaps
+        self.stride = torch.empty_like(original, device="meta").stride()  # of a dense copy
         self.start = start  # offset of its first element in group.unsharded
-        # Its elements in the shard, if any. Above, the weight is at 0 to 60 of the shard of rank 0,
-        # where indexing stops at 48. It is at -48 to 12 of that of rank 1: slice(0, 12).
+        # Its elements in the shard, if any. Above, the weight is at 0 to 60 of the shard of rank 0:
+        # slice(0, 60), which Python ends at 48. It is at -48 to 12 of rank 1's: slice(0, 12).
         start_in_shard = start - group.shard_start
         end_in_shard = start_in_shard + original.numel()
         self.slice = slice(max(start_in_shard, 0), max(end_in_shard, 0))
         self.sharded = nn.Parameter(self.part_of_shard(group.shard), original.requires_grad)
-        # Backward's gather writes to the buffer after autograd has saved this view. For a plain
-        # view, autograd would report that as an error. It does not see writes around .data.
+        # Backward's gather writes to the buffer after autograd has saved this view. In a plain
+        # view, autograd would see the write, and report an error. A tensor from .data has the same
+        # memory, but counts its writes apart.
         self.unsharded = nn.Parameter(self.view(group.unsharded).data, original.requires_grad)
 
     def view(self, flat):
@@ -203,7 +205,7 @@ class ParameterGroup:
         self.process_group = settings.axes[0]  # of the ranks with the other shards
         N = dist.get_world_size(self.process_group)
         total = sum(round_up(p.numel(), ALIGNMENT) for p in originals)
-        padded = round_up(max(total, 1), N * 8)  # NCCL is slower if shards start elsewhere
+        padded = round_up(max(total, 1), N * 8)  # NCCL is fastest if shards start at multiples of 8
         self.shard_size = padded // N  # in elements
         self.shard_start = dist.get_rank(self.process_group) * self.shard_size
         self.make_buffers(padded, next(iter(originals)).dtype, device)
@@ -234,7 +236,7 @@ class ParameterGroup:
             return
         self.is_gathered = True
         self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
-        shard = self.shard.to(self.unsharded)  # its dtype and device
+        shard = self.shard.to(self.unsharded)  # in the dtype and on the device of `unsharded`
         self.gather_handle = all_gather_single(
             self.unsharded.view(torch.uint8),  # bytes, because NCCL does not know all dtypes
             shard.view(torch.uint8),
@@ -299,11 +301,12 @@ class ParameterGroup:
 # --------------------------------------------------------------------------------------------------
 # 3. When a unit is gathered and reduced. fully_shard makes ParameterGroups of the parameters of a
 # module, a Unit of these groups, and a Schedule of all units. Methods of a Unit are hooks:
-# pre_forward and post_forward of the module, and pre_backward of its outputs. pre_forward puts a
-# PostBackward before the unit into the graph, whose backward calls post_backward. The first step
-# records which unit comes next, so that later steps gather it early. Here is a later step of a
-# model that calls the units 0, 1 and 2. The model's own unit has no parameters here, and is left
-# out.
+# pre_forward and post_forward of the module, and pre_backward of its outputs. pre_forward also
+# passes the inputs through a PostBackward. This is the last of the unit's nodes that autograd runs
+# in backward, and calls post_backward. Each unshard() records which unit it comes after. In the
+# next step, the unshard() of that unit starts the gather early. Here is a later step of a model
+# that calls the units 0, 1 and 2. The model itself is a unit, too. It has no parameters of its own
+# here, and its hooks are left out.
 #
 #                      waits for   frees     then starts     units in memory, or on their way
 #    pre_forward 0     gather 0              gather 1        0 1
@@ -320,8 +323,8 @@ class ParameterGroup:
 #    post_backward 0   reduce 1    unit 0    reduce 0
 #    end_backward      reduce 0
 #
-# Gather 0 in forward and gather 2 in backward do not start early: the unit that comes next after
-# unit 2 is unit 2, which is still gathered.
+# Two gathers do not start early. Gather 0 has no unit before it but the model itself. Gather 2 in
+# backward comes after pre_forward 2, while unit 2 is still gathered.
 
 
 class Schedule:
@@ -334,7 +337,7 @@ class Schedule:
             unit.schedule = self  # inner modules are units already: it replaces their Schedule
         self.backward_is_running = False
         self.latest = None  # (unit, in_backward()) of the latest unshard(); None: none in this step
-        self.next_unit = {}  # {(unit, in_backward()): which was unshard()ed next in the last step}
+        self.next_unit = {}  # {(unit, in_backward()): the unit whose unshard() came after it}
 
 
 def in_backward():
@@ -393,10 +396,10 @@ class Unit:
         for group in self.groups:
             group.finish_unshard()
         schedule = self.schedule
-        # For the next step. The entry of None is never read.
+        # Record that this unit comes after the latest. If that is None, nobody reads the record.
         schedule.next_unit[schedule.latest] = self
         schedule.latest = (self, in_backward())
-        if schedule.latest in schedule.next_unit:  # from the step before
+        if schedule.latest in schedule.next_unit:  # recorded in the step before
             schedule.next_unit[schedule.latest].start_unshard()
 
     def start_unshard(self):
@@ -408,7 +411,8 @@ class Unit:
         for tensor in tree_leaves(output):
             if torch.is_tensor(tensor) and tensor.requires_grad:
                 tensor.register_hook(self.pre_backward)
-        # After a recomputation the unit stays unsharded, because its backward follows.
+        # After a recomputation the unit stays unsharded, because its backward follows. After a
+        # forward without a backward, units may stay unsharded: section 5 reshards them later.
         if not in_backward():
             self.reshard(free=self.settings.reshard_after_forward)
 
@@ -466,14 +470,14 @@ class Unit:
 # - A unit returns tensors in lists, tuples, dicts or dataclasses. Backward from a tensor in another
 #   object, such as a cache, is an error.
 # - A matrix becomes a shard of shape (1, n), and n may be 0. The optimizer must be elementwise, as
-#   Adam is. A gradient is None if no rank has one, and may be if n is 0.
+#   Adam is. A gradient is None if no rank has one. If n is 0, it may be None anyway.
 # - A unit that uses an input twice may add its gradients in another order than one device.
 # - Use clip_grad_norm_ of this file and GradScaler of amp.py: PyTorch's are silently wrong.
 #
 # Exceptions to the table of costs:
 # - Nothing overlaps the all-reduce of hybrid sharding.
 # - A unit whose inputs need no gradient, such as an embedding, stays gathered until backward ends.
-# - float16 gradients are added in float32, in a copy as large as 2u.
+# - float16 gradients are added in float32, in a copy of u elements.
 # - torch 2.6 and 2.7 hold more on a GPU without TORCH_NCCL_AVOID_RECORD_STREAMS=1.
 
 
@@ -545,7 +549,7 @@ def context(module, name):
 
 
 def no_sync(module):
-    """Send nothing: add up gradients, in T more elements. The next backward outside sends them.
+    """Send nothing: add up whole gradients, T elements. The next backward outside sends them.
 
     Until then, .grad is NaN. zero_grad() also drops what is kept here, because it clears that NaN.
     We do not notice a write to .grad.data.
@@ -590,7 +594,7 @@ def clip_grad_norm_(module, max_norm, norm_type=2.0, *, counted=None, process_gr
 
 
 def norm_over_ranks(norms, norm_type, process_group):
-    """Return the norm of all ranks' `norms`. Unlike an all-reduce, a gather keeps NaN in any."""
+    """Return the norm of all ranks' `norms`. An all-reduce by maximum could lose one rank's NaN."""
     own = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     gathered = own.new_empty(dist.get_world_size(process_group))
     all_gather_single(gathered, own.view(1), group=process_group)
@@ -670,8 +674,8 @@ class LibraryGroup(ParameterGroup):
                 place = parameter.view(self.gradients)
                 if parameter not in self.collected:
                     place.fill_(-0.0)
-                elif self.reduce_dtype != self.unsharded.dtype:  # a number below 0 may be -0.0 now
-                    place.add_(0.0)  # turns it into 0.0
+                elif self.reduce_dtype != self.unsharded.dtype:  # has rounded tiny ones to -0.0
+                    place.add_(0.0)  # turns -0.0 into 0.0
             super().start_reduce()
 
     def sum_over_ranks(self):
@@ -817,10 +821,9 @@ def fill_shard(group):
         # Not those of find_parameters(): materialize() may have replaced them.
         parameter.view(whole).copy_(module._parameters[attribute])
         parameter.set_on_modules(parameter.sharded)
-    for (
-        axis
-    ) in group.settings.axes:  # after both, all ranks have the values of the grid's first rank
-        # Bytes, because NCCL has no 16-bit integers.
+    for axis in group.settings.axes:
+        # After the last, all ranks have the values of the grid's first rank. Bytes, because NCCL
+        # has no 16-bit integers.
         dist.broadcast(whole.view(torch.uint8), group=axis, group_src=0)
     group.shard.copy_(whole[group.shard_start :][: group.shard_size])
 
@@ -989,8 +992,8 @@ def name_of(parameter):
 
 
 # Methods of a shard that would give something else than those of the whole parameter. nn.init
-# calls view_as and the last three. The shard stays an nn.Parameter, because torch.optim is slower
-# with others.
+# calls view_as, normal_ and uniform_. The shard stays an nn.Parameter, because torch.optim is
+# slower with others.
 NEED_THE_WHOLE = """sum mean norm std var max min expand_as view_as random_ exponential_ cauchy_
     log_normal_ geometric_ normal_ uniform_ bernoulli_"""
 

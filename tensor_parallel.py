@@ -19,8 +19,8 @@ mask of its own. Then f gathers the sequence, and g leaves each rank its part of
     f   gather_from_sequence           all-gather       reduce-scatter      sequence parallelism
     g   reduce_scatter_to_sequence     reduce-scatter   all-gather          sequence parallelism
 
-Names and shapes, for sequence s, batch b, hidden size h, vocabulary V. `size` is what is split, the
-outputs of A or the inputs of B: 3h for qkv, h for proj, and 4h for the MLP.
+Names and shapes, for sequence s, batch b, hidden size h, vocabulary V. `size` counts the features
+that are split: 3h in qkv, h in proj, and 4h in the MLP.
 
     x, y                      (s, b, h)          the whole, which is equal on all ranks
     x_part, y_part            (s/t, b, h)        this rank's positions     sequence parallelism
@@ -37,18 +37,19 @@ Cost per rank, of a layer, for micro-batch b and a heads. Activations are in byt
     tensor parallel         8bsh                        sbh (10 + 24/t + 5as/(ht))
     and sequence parallel   10bsh + 12h                 sbh (34 + 5as/h) / t
 
-An all-reduce of n elements sends 2n. A gather or a reduce-scatter sends n:
+An all-reduce of n elements sends 2n, and a gather or a reduce-scatter n, also × (t-1)/t:
 
                                                 sequence parallelism
                             forward  backward   forward  backward
     each of the two pairs   2bsh     2bsh       2bsh     3bsh     X is gathered again, not kept
-    norms, row biases                                    12h      their 6h gradients are summed
-    embedding               2bsh                2bsh     bsh      outside of layers
-    head                             2bsh       bsh      2bsh     outside of layers
-    loss                    6bs                 6bs               outside of layers
+    norms, row biases                                    12h      an all-reduce of 6h gradients
+    outside of layers:
+    embedding               2bsh                2bsh     bsh      an all-reduce also before x_part
+    head                             2bsh       bsh      2bsh
+    loss                    6bs                 6bs
 
 Read section 1 for the idea (12 minutes), to section 4 for the technique (33), and the rest to use
-it as a library (79).
+it as a library (81).
 
 Run:      torchrun --nproc-per-node 2 tensor_parallel.py [--sequence-parallel] [--idea]
 Papers:   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053
@@ -132,8 +133,8 @@ def copy_to_region(x, process_group=None):
 def reduce_from_region(x, process_group=None):
     """g: return the sum of all ranks' x.
 
-    All ranks compute the same loss from the sum, so each already has its gradient. A term's
-    gradient is that of the sum. So backward passes it on unchanged.
+    All ranks compute the same loss from the sum, so each has the gradient of the sum. It is also
+    the gradient of each term. So backward passes it on unchanged.
     """
     return Conjugate.apply(x, all_reduce, identity, process_group)
 
@@ -215,9 +216,9 @@ def start_reduce_scatter(x, process_group):
 def scatter_to_sequence(x, process_group=None):
     """Return this rank's part of an x that all ranks have.
 
-    The model calls it once, after the embeddings of tokens and positions have been added up.
-    A rank goes on with its part alone. But all ranks have computed x, and need the gradient of the
-    whole. So backward gathers the gradients of the parts.
+    The model calls it once, after the embeddings of tokens and positions have been added up. Every
+    rank has computed the whole x, so it needs the gradient of the whole, but it goes on with its
+    part alone. So backward gathers the gradients of the parts.
     """
     return Conjugate.apply(x, own_part, all_gather, process_group)
 
@@ -278,23 +279,23 @@ class ParallelLayer(nn.Module):
 class ColumnParallelLinear(ParallelLayer):
     """nn.Linear with its outputs split: an x of (…, in) gives y_shard (…, out/t).
 
-    All ranks have the same x, or with `sequence_parallel` x_part.
+    The input is the whole x, or with `sequence_parallel` this rank's x_part.
     """
 
     split_dims = {"weight": 0, "bias": 0}
 
     def forward(self, x):
         y_shard = ColumnLinear.apply(x, self.matrix(), self.bias, self)
-        # F.linear may have returned a view, and PyTorch forbids later changes in place of a view
-        # that a Function returns. This makes it an ordinary result, with the same memory.
+        # F.linear may have returned a view. PyTorch forbids changing a view in place if a Function
+        # has returned it. This makes it an ordinary result, with the same memory.
         return torch.ops.aten._unsafe_view(y_shard, y_shard.shape)
 
 
 class ColumnLinear(Function):
     """The same as column_linear(), but backward computes while it sends.
 
-    The input is x, or x_part. With sequence parallelism, backward gathers x_part again, which saves
-    keeping x (Korthikanti et al., §4.2.2). This is backward, from left to right in time:
+    The input is x, or x_part. With sequence parallelism, backward gathers x_part again, so that x
+    need not be kept (Korthikanti et al., §4.2.2). This is backward, from left to right in time:
 
                     input is x               input is x_part
         sends                  grad_x        x_part    grad_x
@@ -338,7 +339,7 @@ class ColumnLinear(Function):
 class RowParallelLinear(ParallelLayer):
     """nn.Linear with its inputs split: x_shard (…, in/t) gives a y of (…, out).
 
-    All ranks return the same y, or with `sequence_parallel` y_part.
+    It returns the whole y, or with `sequence_parallel` this rank's y_part.
     """
 
     split_dims = {"weight": 1}
@@ -357,8 +358,8 @@ class RowParallelLinear(ParallelLayer):
 
 # --------------------------------------------------------------------------------------------------
 # 4. The vocabulary: a rank has some rows of the embedding and some columns of the logits, which are
-# never gathered. The head is a ColumnParallelLinear. If t does not divide V, the weights get rows
-# of zeros at the end, and a hook makes their logits -inf.
+# never gathered. The head is a ColumnParallelLinear. If t does not divide V, section 6 adds rows of
+# zeros to the weights, and makes their logits -inf.
 
 
 class VocabParallelEmbedding(ParallelLayer):
@@ -386,7 +387,7 @@ def locate(tokens, rank, size):
 class VocabParallelCrossEntropy(Function):
     """For each token, loss = log Σ exp(logits - maximum) - (logits[target] - maximum).
 
-    Without the maximum, exp() would overflow. One all-reduce finds it. Another adds up two numbers
+    Without the maximum, exp() could overflow. One all-reduce finds it. Another adds up two numbers
     per token: Σ exp() over this rank's columns, and logits[target] - maximum, or 0 on ranks without
     the target.
     vocab_parallel_cross_entropy(), in section 5, adds ignored tokens and label smoothing.
@@ -418,17 +419,18 @@ class VocabParallelCrossEntropy(Function):
         return grad_logits * grad.unsqueeze(-1), None, None
 
 
-# This is a training step. All ranks read the same tokens, and start with the same seed:
+# A training step of sections 1 to 4. All ranks read the same tokens, and start with the same seed:
 #
 #     embedding        all-reduce; with sequence parallelism, scatter_to_sequence() makes x x_part
-#     layer, twice     x + pair(norm(x)), where a pair is f, A, GELU or attention, B, g
+#     each layer       twice x + pair(norm(x)), where a pair is f, A, GELU or attention, B, g
 #     norm, head       f, A
 #     loss             two all-reduces
 #     backward         the same in reverse order, with the conjugates
 #     optimizer        on the shards, and on what is whole, which stays equal on all ranks
 #
 # A norm of x_part has only a part of its gradient. SumsGradients, in section 7, applies f to its
-# parameters, so backward adds the parts up.
+# parameters, so backward adds the parts up. Dropout of x_part or of a shard needs another mask on
+# each rank: section 7 draws it.
 
 
 # --------------------------------------------------------------------------------------------------
@@ -454,9 +456,9 @@ def parallelize(module, plan, process_group=None, sequence_parallel=False):
 
     Mistakes without an error:
     - "qkv" for grouped-query attention cuts the matrix into thirds. Give the sizes.
-    - A rank has fewer heads. A view with the whole model's num_heads still fits, wrongly: it makes
-      thinner heads, or shorter sequences. Write view(…, -1, head_dim), or divide the attribute by t
-      after parallelize(): num_heads of Whisper, n_heads of T5, split_size of GPT-2.
+    - A rank has fewer heads. A view with the whole model's num_heads is no error, but makes thinner
+      heads, or shorter sequences. Write view(…, -1, head_dim), or divide the attribute by t after
+      parallelize(): num_heads of Whisper, n_heads of T5, split_size of GPT-2.
     - "dropout" on a residual without `sequence_parallel` draws another mask on each rank.
     - Without "replicated_with_grad_allreduce" replicas drift apart, which check_input() does not
       find under FSDP.
@@ -518,7 +520,8 @@ def clip_grad_norm_(module, max_norm, process_group=None, norm_type=2.0):
         if parameter.grad is not None:
             dtype = torch.promote_types(parameter.dtype, torch.float32)
             norm = torch.linalg.vector_norm(parameter.grad, norm_type, dtype=dtype)
-            # Every rank has the gradient of a parameter that is not split. Count it once.
+            # Every rank has the gradient of a parameter that is not split. Count it once. Split
+            # modules of other files have only the attribute, which a copied parameter has lost.
             is_split = parameter in of_layers or hasattr(parameter, "differ_between_ranks")
             copies = 1 if is_split else dist.get_world_size(process_group)
             norms.append(norm / copies ** (1 / norm_type))
@@ -763,7 +766,8 @@ def after_embedding(layer, inputs, x):
 def size_of_head(logits_shard, columns):
     """Return the vocabulary's size: that of the head, or the number of all ranks' columns.
 
-    The head is in the graph. If it is not, as under no_grad(), it is the one that ran last.
+    The head is in the graph: ColumnLinear's nodes have the layer that forward has set on ctx. If it
+    is not, as under no_grad(), it is the one that ran last.
     """
     nodes = nodes_inside_pair([logits_shard])
     heads = [node.layer for node in nodes if hasattr(node, "layer")] or latest.values()
@@ -1014,6 +1018,7 @@ def main():
         split_by_the_idea(model)
     else:
         plan = {"0": "vocab", "*.qkv": "qkv", "*.proj": "row", "*.linear1": "column"}
+        # "0" is the embedding, "5" the last norm, and "6" the head.
         plan |= {"*.linear2": "row", "*.norm?": "norm", "5": "norm", "6": "vocab"}
         parallelize(model, plan, sequence_parallel=sequence_parallel)
     if sequence_parallel:

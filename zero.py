@@ -200,7 +200,7 @@ def flatten_and_move(parameters, N):
     flat = first.new_zeros(round_up(total, N * 16 // first.itemsize))
     start = 0
     for parameter, numel in zip(parameters, numels, strict=True):
-        stride = torch.empty_like(parameter, device="meta").stride()  # that of a dense copy
+        stride = torch.empty_like(parameter, device="meta").stride()  # of a dense copy
         view = flat.as_strided(parameter.shape, stride, start)
         parameter.data = view.copy_(parameter.data)
         start += numel
@@ -224,7 +224,7 @@ class Slot:
         # weight 0 to 1, bias 1 to 2. Indexing stops at the shard's end, if `end` is beyond it.
         self.in_shard = slice(max(0, first), max(0, end))
         self.master = bucket.master[self.in_shard]  # this rank's elements, if any: ■ and □
-        self.is_reduced = False  # whether its gradient is in bucket.grad, not in .grad
+        self.is_reduced = False  # whether a rank's gradient of it is, or will be, in bucket.grad
 
     def view(self, flat):
         """Return the parameter's elements of a tensor such as `flat`, in its shape."""
@@ -275,7 +275,8 @@ class Bucket:
             if self.grad is None:
                 self.grad = part.to(self.master.dtype)  # a sum in fp16 would overflow at 65504
             else:
-                # Not +=: `grad` may be a view of `received`, and would keep all of it alive.
+                # Not +=: if to() has copied nothing, `grad` is a view of `received`, which it
+                # would keep alive.
                 self.grad = self.grad + part
 
     def all_gather(self):
@@ -312,7 +313,7 @@ class Zero1(torch.optim.Optimizer):
         params=None,
         **optimizer_kwargs,
     ):
-        # An instance knows the defaults. It also knows its class, which functools.partial hides.
+        # The instance has the defaults, and the class if optimizer_class is a functools.partial.
         dummy = optimizer_class([torch.zeros(1)], **optimizer_kwargs)
         super().__init__(module.parameters() if params is None else params, dummy.defaults)
         self.module = module
@@ -335,7 +336,7 @@ class Zero1(torch.optim.Optimizer):
         buckets = self._with_gradients()
         for bucket in buckets:
             bucket.grad /= bucket.N  # once, as on one device
-            bucket.grad = bucket.grad.to(bucket.master.device)  # another one, if offloaded
+            bucket.grad = bucket.grad.to(bucket.master.device)  # the CPU, if offloaded
             for slot in bucket.slots:
                 if slot.is_reduced:
                     slot.master.grad = bucket.grad[slot.in_shard]  # of this rank's elements
@@ -435,7 +436,7 @@ class Zero1(torch.optim.Optimizer):
 # 3. ZeRO-2: backward reduces gradients, so that few are whole at a time.
 #
 # From section 2: self._start_reduce(bucket) begins to move the bucket's gradients from .grad to the
-# shards. self._finish_reduce() waits for it. step() then finds nothing in .grad.
+# shards. self._finish_reduce() waits for it. If backward calls them, step() finds .grad empty.
 
 
 class Zero2(Zero1):
@@ -467,12 +468,13 @@ class Zero2(Zero1):
             return
         self._in_backward = True
         self._to_reduce = list(filter(self._reduces, self._buckets))
-        # queue_callback() binds to the innermost backward. A reentrant checkpoint runs its own,
-        # which ends too early, and parameters' hooks may run in it. So hooks on outputs come first.
+        # The callback runs when the innermost backward ends. Inside a reentrant checkpoint, that
+        # is a backward of its own, which ends too early. Hooks of parameters may run there. So
+        # hooks of the module's outputs call this before them.
         torch.autograd.Variable._execution_engine.queue_callback(self._post_backward)
 
     def _reduces(self, bucket):
-        # A bucket has parameters with the same requires_grad.
+        # All parameters of a bucket have the same requires_grad: see bucket_lists().
         return self._sync and bucket.parameters[0].requires_grad
 
     def _post_accumulate_grad(self, parameter, *_):
@@ -503,10 +505,10 @@ class Zero2(Zero1):
 # 4. ZeRO-3: parameters have memory only when they are needed.
 #
 # From section 2: the parameters of a bucket are views of bucket.flat. bucket.all_gather() fills it
-# from the masters, which the optimizer updates, and which may be views of flat, too: not here.
+# from the masters, which the optimizer updates. Here these are copies, which stay if flat is freed.
 #
 # From section 3: _begin_backward() fills _to_reduce, the list of the buckets that the running
-# backward has yet to reduce. _reduces(bucket) is False if it is frozen, and in no_sync().
+# backward has yet to reduce. _reduces(bucket) is False if the bucket is frozen, and in no_sync().
 
 
 class FreeableBucket(Bucket):
@@ -553,8 +555,9 @@ class Zero3(Zero2):
 
     `units` are modules inside of `module`; by default, the members of nn.Sequential and
     nn.ModuleList, such as transformer blocks. The whole module is a unit, too: of the parameters
-    that are in no other. A bucket has parameters of one unit. With the units 0, 1 and 2, and a
-    parameter of the model itself, hooks do this in a step:
+    that are in no other. A bucket has parameters of one unit. Every module has hooks. It needs the
+    buckets of all units that it is in. With the units 0, 1 and 2, and a parameter of the model
+    itself, they do this in a step:
 
         called                  frees            gathers         reduces
         _pre_forward(model)                      the model's
@@ -563,7 +566,7 @@ class Zero3(Zero2):
         _pre_forward(2)         1                2
         _post_forward()         2, the model's
         _pre_backward(2)                         the model's, 2
-        _pre_backward(model)    (nothing: the model returns the output of 2, and 2 hooked it first)
+        _pre_backward(model)    (nothing, because it has the same output as 2, which comes first)
         _pre_backward(1)        2                1               2
         _pre_backward(0)        1                0               1
         _post_backward()        0, the model's                   0, the model's
@@ -583,7 +586,7 @@ class Zero3(Zero2):
         self._unit_of = self._find_units(module, units)
         super().__init__(module, *args, **kwargs)
         self._needs = self._find_needs()  # {module: the buckets of its unit and of those around it}
-        self._reached = []  # the buckets that the module needs where backward is now
+        self._reached = []  # what the unit needs where backward is now
         self._is_full = False  # True in full_parameters(): nothing is freed
         self._free_all_but([])
 
@@ -602,7 +605,7 @@ class Zero3(Zero2):
 
     def _unshard(self, needed):
         """Gather the buckets. Free all others: forward and backward are done with them."""
-        # If the module is inside a unit that runs, everything is gathered.
+        # Inside a unit that runs, everything is gathered already.
         if any(bucket.is_freed for bucket in needed):
             self._free_all_but(needed)
             for bucket in needed:
@@ -616,8 +619,9 @@ class Zero3(Zero2):
     def _reach(self, needed):
         """If backward has come from one unit to another, reduce the gradients of the first.
 
-        Why not when they are in .grad: a rank may use none of the unit's parameters. Why not in
-        _unshard(): a checkpoint's forward also frees units that backward is not done with.
+        In the table, _pre_backward(1) changes _reached from [model's, 2] to [model's, 1]: 2 is
+        reduced. Do not wait for gradients instead: a rank may use none of the unit's parameters.
+        And do not go by what is freed: a checkpoint's forward also frees other units.
         """
         if set(needed).issubset(self._reached):  # a module inside the unit, or around it
             return
@@ -625,8 +629,8 @@ class Zero3(Zero2):
             if bucket in self._to_reduce and bucket not in needed:
                 self._to_reduce.remove(bucket)
                 self._start_reduce(bucket)
-        # A unit that ran twice is reached twice. Its gradients are in .grad only after the second
-        # time. The first time zeros were sent. So reduce again.
+        # A unit that ran twice in forward is reached twice. Its gradients come with the second
+        # time, and the first time has sent zeros. So reduce it again.
         again = [b for b in needed if self._reduces(b) and b not in self._to_reduce]
         self._to_reduce += again
         self._reached = needed
@@ -699,7 +703,8 @@ def broadcast_from_rank_0(optimizer):
 def same_parameters(optimizer):
     """Return the parameters of which all ranks of the group hold the same values.
 
-    Split modules list the global ranks that differ. It matters if two of them are in the group.
+    A module that is split over ranks, such as experts, lists those whose values differ. It matters
+    if two of them are in the group.
     """
     members = dist.get_process_group_ranks(optimizer.process_group or dist.group.WORLD)
     different = set()
@@ -740,9 +745,10 @@ def take_state(optimizer, inner):
 
 
 def pass_on(optimizer):
-    """Give the inner optimizer the user's values, the options, and the state, in the same dicts.
+    """Give the inner optimizer the user's values, the options, and the state.
 
-    This is done in each step, because schedulers change options, and users reset state.
+    This is done in each step, because schedulers change options, and users reset state. The dicts
+    of state are the same in both optimizers. Those of options are copies.
     """
     adopt_user_writes(optimizer)
     state = {slot.master: optimizer.state[p] for p, slot in optimizer._slots.items()}
@@ -803,7 +809,7 @@ class WeakHook:
 
 def register_hooks(optimizer, modules):
     """Let backward call Zero2's methods. `modules` are those whose outputs call _pre_backward()."""
-    optimizer._nodes = []  # autograd's, which add to .grad: kept, because their hooks die with them
+    optimizer._nodes = []  # autograd's, which add to .grad. If a node dies, its hooks die, too.
     arrived = WeakHook(optimizer, type(optimizer)._post_accumulate_grad)
     for parameter in [p for p in optimizer._slots if p.requires_grad]:
         # A hook on the node runs after all hooks on the parameter, such as the user's.
@@ -908,14 +914,16 @@ def find_units(module, units):
     """Return {parameter: its unit}, the smallest that contains every module that holds it.
 
     A unit is the set of the modules in it. All ranks must run the same units in the same order, and
-    their backwards must reach the same. So if a unit skips its layers on one rank, its input must
-    need a gradient, and it must return x * 1, not x. In a checkpoint without reentry, the last
-    unit and what follows it must save tensors on all ranks or on none. Backward runs the checkpoint
-    again when it needs the first of them. If ranks use different experts, let the block around the
-    experts be the unit. If several units share a layer with parameters, its call gathers all of
-    them.
+    their backwards must reach the same. So
 
-    If a unit runs twice in a backward after no_sync(), its gradients are added as without it.
+    - a unit that skips its layers on one rank returns x * 1, not x, and x must need a gradient:
+      backward reaches a unit by an output that is not an input.
+    - in a checkpoint without reentry, the last unit and what follows it save tensors on all ranks
+      or on none: backward runs the checkpoint again when it needs the first of them.
+    - if ranks use different experts, the block around the experts is the unit.
+
+    If several units share a layer with parameters, its call gathers all of them. If a unit runs
+    twice in a backward after no_sync(), its gradients are added as without no_sync().
     """
     if units is None:
         lists = [m for m in module.modules() if isinstance(m, (nn.Sequential, nn.ModuleList))]
@@ -935,8 +943,9 @@ def find_units(module, units):
 def find_needs(optimizer):
     """Return {module: the buckets of all units that it is in}.
 
-    The outermost unit is first. If a unit returns an inner unit's output, the inner one's hook is
-    called first; on a rank that changes that output, the outer one's. Both gather in one order.
+    The outermost unit is first. If a unit returns an inner unit's output, the hook of the inner one
+    is called first. On a rank where it changes that output, the hook of the outer one is. So either
+    hook gathers both, in one order.
     """
     buckets_of = collections.defaultdict(list)  # by unit
     for bucket in optimizer._buckets:
