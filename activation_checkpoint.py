@@ -111,9 +111,14 @@ class NaiveCheckpoint(torch.autograd.Function):
 
 # --------------------------------------------------------------------------------------------------
 # 2. The technique. Autograd records the function as usual, so all gradients are computed as usual.
-#    But a hook gives autograd a number to save instead of each tensor: 0, 1, 2, … When backward
-#    asks for a number, another hook runs the function again. The second run saves the same tensors
-#    in the same order, so a tensor has the same number in both runs.
+#    But a hook gives autograd a number to save instead of each tensor. The second run saves the
+#    same tensors in the same order, so a tensor has the same number in both. For two tensors a, b:
+#
+#    forward    pack(a) → 0, pack(b) → 1          autograd saves 0 and 1; a and b are freed
+#    backward   unpack(1) → recompute()           runs the function again:
+#                   pack_again(a)                 keeps a as number 0
+#                   pack_again(b)                 keeps b as number 1, the last: the run ends here
+#               unpack(0)                         a is there
 
 
 def checkpoint(function, *args, preserve_rng_state=True, policy=None, **kwargs):
