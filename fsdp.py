@@ -19,11 +19,11 @@ gradients of the previous one are reduced.
 Hybrid sharding keeps R copies of each shard, on N·R ranks, and also all-reduces ḡ₀ over the R ranks
 that have w₀. Gathers stay within N ranks, for example a node.
 
-Read section 1 for the idea (12 minutes), to section 3 for the technique (50), and the rest to use
-it as a library (105). Four classes do the work:
+Read section 1 for the idea (12 minutes), to section 3 for the technique (49), and the rest to use
+it as a library (104). Four classes do the work:
 
     ShardedParameter   where: the place of a parameter in a unit's buffer, and in this rank's shard
-    ParameterGroup     how: a unit's parameters of one dtype, gathered and reduced in one buffer
+    ParameterGroup     how: a unit's trained, or frozen, parameters of one dtype, in one buffer
     Unit               when: hooks around the forward and the backward of a module
     Schedule           what the units of a model share: which of them runs, and which comes next
 
@@ -37,9 +37,9 @@ in the largest unit. To get the peak, add a row with + to the row "between steps
          reshard_after_forward=False  + Ψ        + 3u ²               Ψ + T
 
     ¹ this unit and the next
-    ² this unit's gradients, and the previous unit's in a send and in a receive buffer
+    ² u of this unit, and 2u of the previous one: a send and a receive buffer
 
-Hybrid sharding sends 2T/N·(R-1)/R more. Section 4 has exceptions.
+Hybrid sharding sends 2T/N·(R-1)/R more, without that factor. Section 4 has exceptions.
 
 Ranks add gradients in rank order. So training is bitwise equal to one device that takes the ranks'
 parts of the batch in turn, and divides the sum of their gradients by N. With copies, all-reduce
@@ -169,15 +169,15 @@ class ShardedParameter:
         self.shape = original.shape
         self.stride = torch.empty_like(original, device="meta").stride()  # of a dense copy
         self.start = start  # offset of its first element in group.unsharded
-        # Its elements in the shard, if any. Above, the weight is at 0 to 60 of the shard of rank 0:
-        # slice(0, 60), which Python ends at 48. It is at -48 to 12 of rank 1's: slice(0, 12).
+        # Its elements in the shard, if any. In rank 0's shard of 48, the weight above is at 0 to
+        # 60: slice(0, 60), which Python ends at 48. In rank 1's it is at -48 to 12: slice(0, 12).
         start_in_shard = start - group.shard_start
         end_in_shard = start_in_shard + original.numel()
         self.slice = slice(max(start_in_shard, 0), max(end_in_shard, 0))
         self.sharded = nn.Parameter(self.part_of_shard(group.shard), original.requires_grad)
         # Backward's gather writes to the buffer after autograd has saved this view. In a plain
         # view, autograd would see the write, and report an error. A tensor from .data has the same
-        # memory, but counts its writes apart.
+        # memory, but its own version counter.
         self.unsharded = nn.Parameter(self.view(group.unsharded).data, original.requires_grad)
 
     def view(self, flat):
@@ -197,7 +197,10 @@ class ShardedParameter:
 
 
 class ParameterGroup:
-    """A unit's parameters of one dtype: their shards, buffers and gradients."""
+    """A unit's parameters of one dtype: their shards, buffers and gradients.
+
+    All are trained, or all are frozen. Section 5 reduces nothing for frozen ones.
+    """
 
     @torch.no_grad()
     def __init__(self, originals, settings, device):  # originals: {nn.Parameter: its owners}
@@ -302,11 +305,11 @@ class ParameterGroup:
 # 3. When a unit is gathered and reduced. fully_shard makes ParameterGroups of the parameters of a
 # module, a Unit of these groups, and a Schedule of all units. Methods of a Unit are hooks:
 # pre_forward and post_forward of the module, and pre_backward of its outputs. pre_forward also
-# passes the inputs through a PostBackward. This is the last of the unit's nodes that autograd runs
-# in backward, and calls post_backward. Each unshard() records which unit it comes after. In the
-# next step, the unshard() of that unit starts the gather early. Here is a later step of a model
-# that calls the units 0, 1 and 2. The model itself is a unit, too. It has no parameters of its own
-# here, and its hooks are left out.
+# passes the inputs through PostBackward, whose node is the last of the unit's that autograd runs in
+# backward. It calls post_backward. Each unshard() records which unit it comes after. In the next
+# step, the unshard() of that unit starts the gather early. Here is a later step of a model that
+# calls the units 0, 1 and 2. The model itself is a unit, too. Its hooks are left out, because it
+# has no parameters of its own here.
 #
 #                      waits for   frees     then starts     units in memory, or on their way
 #    pre_forward 0     gather 0              gather 1        0 1
@@ -323,8 +326,8 @@ class ParameterGroup:
 #    post_backward 0   reduce 1    unit 0    reduce 0
 #    end_backward      reduce 0
 #
-# Two gathers do not start early. Gather 0 has no unit before it but the model itself. Gather 2 in
-# backward comes after pre_forward 2, while unit 2 is still gathered.
+# Two gathers do not start early: gather 0, which comes first, and gather 2 in backward. The
+# unshard() of pre_forward 2 would start that, but unit 2 is still gathered then.
 
 
 class Schedule:
@@ -334,7 +337,7 @@ class Schedule:
         self.units = units
         self.groups = [group for unit in units for group in unit.groups]
         for unit in units:
-            unit.schedule = self  # inner modules are units already: it replaces their Schedule
+            unit.schedule = self  # inner modules are units already: this replaces theirs
         self.backward_is_running = False
         self.latest = None  # (unit, in_backward()) of the latest unshard(); None: none in this step
         self.next_unit = {}  # {(unit, in_backward()): the unit whose unshard() came after it}
@@ -348,10 +351,10 @@ def in_backward():
 class PostBackward(torch.autograd.Function):
     """The identity, for an input of a unit. Its backward calls the unit's post_backward.
 
-    This node may be ready before the gradients of the unit's weights are computed, as the gradient
-    of a linear layer's input may be before that of its weight. But autograd first runs the ready
-    nodes that accumulate .grad, and then the newest ready node. This one is older than all nodes of
-    the unit, so it runs last.
+    This node may be ready before the gradients of the unit's weights are computed: a linear layer
+    may compute the gradient of its input before that of its weight. But autograd first runs the
+    ready nodes that accumulate .grad, and then the newest ready node. This one is older than all
+    nodes of the unit, so it runs last.
     """
 
     @staticmethod
@@ -411,8 +414,8 @@ class Unit:
         for tensor in tree_leaves(output):
             if torch.is_tensor(tensor) and tensor.requires_grad:
                 tensor.register_hook(self.pre_backward)
-        # After a recomputation the unit stays unsharded, because its backward follows. After a
-        # forward without a backward, units may stay unsharded: section 5 reshards them later.
+        # After a recomputation the unit stays unsharded, because its backward follows. If there was
+        # no backward after a forward, the next forward reshards what was left (section 5).
         if not in_backward():
             self.reshard(free=self.settings.reshard_after_forward)
 
@@ -498,7 +501,7 @@ class Settings(NamedTuple):
     mp_policy: MixedPrecisionPolicy
     is_offloaded: bool
     divide_factor: float
-    contexts: list  # names of those that are active
+    contexts: list  # "no_sync" and "keep_unsharded", while these are active
 
 
 def fully_shard(
@@ -615,9 +618,9 @@ def sharded_parameter(name, sharded):
 class LibraryGroup(ParameterGroup):
     """A ParameterGroup with the options of fully_shard.
 
-    A gradient is None if no rank has one. A rank without one sends -0.0 in all elements. A rank
-    with one sends no -0.0, as it was added to 0.0, and 0.0 + -0.0 is 0.0. A sum is -0.0 only if all
-    ranks sent -0.0.
+    It finds the parameters that no rank has used, whose gradients are None, without another
+    collective. A rank without a gradient sends -0.0 in all elements. A rank with one sends no -0.0,
+    as it was added to 0.0, and 0.0 + -0.0 is 0.0. A sum is -0.0 only if all ranks sent -0.0.
 
     no_sync() hides the gradients that it keeps. .grad becomes NaN, so that zero_grad() has
     something to clear.

@@ -53,6 +53,7 @@ Left out: optimizers that need whole matrices (muon.py); Adafactor; groups added
 import argparse
 import collections
 import copy
+import copyreg
 import functools
 import itertools
 import json
@@ -61,7 +62,7 @@ import signal
 import sys
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -639,6 +640,7 @@ class Zero3(Zero2):
         # Unlike Zero2, do not reduce a full bucket. On one rank that might be before the next
         # gather, and on another after it. _reach() has one order on all ranks.
         self._begin_backward()
+        check_gradient(self._slots[parameter])  # backward has read no freed parameter
 
     def _post_backward(self):
         super()._post_backward()  # reduces the last unit, and those that were not reached
@@ -827,6 +829,7 @@ def register_unit_hooks(optimizer):
     for module in modules:
         module.register_forward_pre_hook(WeakHook(optimizer, Zero3._pre_forward), prepend=True)
         module.register_load_state_dict_pre_hook(check_is_whole)
+        module.register_forward_hook(check_output)
     optimizer.module.register_forward_hook(WeakHook(optimizer, Zero3._post_forward))
 
 
@@ -857,14 +860,15 @@ def tensors_in(output):
         if torch.is_tensor(each):
             if each.grad_fn:
                 yield each
-        elif isinstance(each, Mapping):
+            continue
+        if isinstance(each, Mapping):
             waiting.extend(each.values())
         elif isinstance(each, (list, tuple, set, collections.deque)):
             waiting.extend(each)
-        else:
-            waiting.extend(getattr(each, "__dict__", {}).values())
-            fields = getattr(type(each), "__dataclass_fields__", ())  # they may be in slots
-            waiting.extend(getattr(each, name, None) for name in fields)
+        # A container may have attributes, too. Those of a class with __slots__ are not in __dict__.
+        waiting.extend(getattr(each, "__dict__", {}).values())
+        slots = copyreg._slotnames(type(each))
+        waiting.extend(getattr(each, name, None) for name in slots)
 
 
 def clip_grad_norm_(optimizer, max_norm, norm_type, counted, process_groups):
@@ -1199,6 +1203,23 @@ def check_create_graph(optimizer):
         raise RuntimeError(
             "Zero3 frees parameters that gradients of gradients need: run the forward and all "
             "backwards with create_graph=True in `with optimizer.full_parameters():`"
+        )
+
+
+def check_output(module, args, output):
+    if isinstance(output, Iterator) and torch.is_grad_enabled():
+        raise TypeError(
+            f"{type(module).__name__} returns an iterator, in which Zero3 cannot see the tensors "
+            "backward will reach: return a list"
+        )
+
+
+def check_gradient(slot):
+    """Raise if a gradient of a freed parameter is NaN: backward has read what is freed."""
+    if slot.bucket.is_freed and slot.parameter.grad.sum().isnan():
+        raise RuntimeError(
+            "backward has read a sharded parameter, which is NaN now, because Zero3 could not see "
+            "the tensor that its unit returns: return tensors in containers or in attributes"
         )
 
 
