@@ -635,6 +635,15 @@ def test_offloaded_masters_of_a_gpu_are_pinned(monkeypatch):
     assert pinned[0] is bucket.master
 
 
+def test_offloaded_masters_are_on_another_device_than_the_parameters():
+    parameters = list(plain_model().parameters())
+    with fake_world(2, rank=0):
+        stays = zero.Bucket(parameters, None, None)
+        moves = zero.Bucket(parameters, None, "meta")  # stands for another device
+    assert stays.master.device == parameters[0].device
+    assert moves.master.is_meta
+
+
 # ---- Costs
 
 
