@@ -58,11 +58,11 @@ import math
 import os
 import sys
 import tempfile
-from collections import Counter, defaultdict
+from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from statistics import median_high
 
 import torch
 import torch.distributed as dist
@@ -125,10 +125,13 @@ def first_difference(one, ranks, tolerance=1e-5):
 # --------------------------------------------------------------------------------------------------
 # 2. Record: hooks note tensors, and change nothing that the training computes.
 
-# A tensor is one of five kinds, which come in this order in a step. "start" and "value" are what
-# parameters and buffers hold at the beginning, and after a step.
-KINDS = ["start", "forward", "backward", "gradient", "value"]
-OF_PARAMETERS = {"start", "gradient", "value"}
+KINDS = [  # of tensors, which come in this order in a step
+    "start",  # of the recording: what parameters and buffers hold
+    "forward",  # the output of a module, or what see() was shown
+    "backward",  # the gradient with respect to it
+    "gradient",  # of a parameter, when the optimizer steps
+    "value",  # what parameters and buffers hold after the step
+]
 
 
 @contextmanager
@@ -144,7 +147,7 @@ def record(directory, model, rename=None, state=None, noise=0):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)  # if the run fails, the old one does not speak for it
     recording = Recording(model, rename, state, noise)
-    handles = recording.add_hooks()
+    handles = list(recording.add_hooks())
     try:
         recording.note_values("start")
         yield recording
@@ -176,30 +179,25 @@ class Recording:
         self.state = state
         self.generator = torch.Generator().manual_seed(noise) if noise else None
         self.tensors = defaultdict(dict)  # {(step, kind, name): {number of the call: tensor}}
-        self.uses = {}  # keys: (step, name of an output, name of one that it was computed from)
+        self.uses = defaultdict(dict)  # {name of an output: names of those it was computed from}
         self.step = 0
         self.has_stepped = False  # an optimizer has begun to, since this step began
         self.ever_stepped = False
         self.depth = 0  # of steps of optimizers inside steps of optimizers
-        self.calls = Counter()  # {name: calls in this step}
         self.noted = {}  # {node of autograd: name of the output that it computed}, in this step
         self.first_numbers = self.read_first_numbers()
 
     def add_hooks(self):
-        handles = [
-            optimizers.register_optimizer_step_pre_hook(self.before_step),
-            optimizers.register_optimizer_step_post_hook(self.after_step),
-        ]
+        yield optimizers.register_optimizer_step_pre_hook(self.before_step)
+        yield optimizers.register_optimizer_step_post_hook(self.after_step)
         # A list of stages is not called itself, but its members are.
-        is_list = type(self.model).forward is nn.Module.forward
-        for module in self.model.children() if is_list else [self.model]:
-            handles.append(module.register_forward_pre_hook(self.before_forward))
+        is_list = isinstance(self.model, nn.ModuleList)
+        for module in self.model if is_list else [self.model]:
+            yield module.register_forward_pre_hook(self.before_forward)
         # Two modules may have one name if one wraps the other. The inner one comes later.
         modules = {self.renamed(name): module for name, module in self.model.named_modules()}
         for name, module in modules.items():
-            hook = functools.partial(self.on_output, name)
-            handles.append(module.register_forward_hook(hook))
-        return handles
+            yield module.register_forward_hook(functools.partial(self.on_output, name))
 
     def note(self, kind, name, tensor, call=0):
         copy = local(tensor).to_dense().to("cpu", copy=True)
@@ -212,16 +210,15 @@ class Recording:
                 self.note(kind, self.renamed(name), tensor)
 
     def note_values(self, kind):
-        parameters = self.state() if self.state else dict(self.model.named_parameters())
-        self.note_all(kind, parameters | dict(self.model.named_buffers()))
+        values = self.state or self.model.named_parameters
+        self.note_all(kind, dict(values()) | dict(self.model.named_buffers()))
 
     def read_first_numbers(self):
         """Return a few numbers of each parameter, which tell whether a step was taken."""
         numbers = {}  # {(name, shape): numbers}; the shape is another one if this is a shard
-        if self.state:  # it knows what the parameters are, and they may be nothing
-            return numbers
         for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
+            # With `state`, parameters may be nothing.
+            if parameter.requires_grad and not self.state:
                 tensor = local(parameter)
                 numbers[name, tensor.shape] = tensor.flatten()[:8].tolist()
         return numbers
@@ -232,11 +229,9 @@ class Recording:
         Parameters may change without a step of PyTorch's optimizers, such as on a rank that gets
         them from others.
         """
-        if is_recomputed():
-            return
-        now = self.read_first_numbers()
-        is_changed = any(now.get(key, old) != old for key, old in self.first_numbers.items())
-        if self.has_stepped or is_changed:
+        old = self.first_numbers
+        new = self.read_first_numbers()
+        if self.has_stepped or old | new != new | old:  # with other numbers for the same key
             self.begin_step()
 
     def begin_step(self):
@@ -244,7 +239,6 @@ class Recording:
             self.note_values("value")
         self.step += 1
         self.has_stepped = False
-        self.calls.clear()
         self.noted.clear()  # it would keep the graph alive
         self.first_numbers = self.read_first_numbers()
 
@@ -253,60 +247,58 @@ class Recording:
         if is_recomputed():
             return output
         leaves, structure = tree_flatten(output)
-        number = 0
         for index, leaf in enumerate(leaves):
-            if not torch.is_tensor(leaf) or not leaf.is_floating_point():
-                continue
-            if self.generator and leaf.grad_fn not in self.noted:
-                leaves[index] = Shake.apply(leaf, self.generator)
-            self.see(f"{name}[{number}]" if number else name, leaves[index])
-            number += 1
+            if torch.is_tensor(leaf) and leaf.is_floating_point():
+                if self.generator and leaf.grad_fn not in self.noted:
+                    # A product would be kept for backward, and a checkpoint counts what is kept.
+                    leaves[index] = leaf.clone()
+                    leaves[index].data.mul_(noise_like(leaf, self.generator))
+                self.see(f"{name}[{index}]" if index else name, leaves[index])
         return tree_unflatten(leaves, structure) if self.generator else output
 
     def see(self, name, tensor):
         """Note `tensor`, and the gradient with respect to it."""
         if self.has_stepped:
             self.begin_step()
-        call = self.calls[name]
-        self.calls[name] += 1
+        call = len(self.tensors[self.step, "forward", name])
         self.note("forward", name, tensor, call)
         node = tensor.grad_fn
+        self.uses[name] |= self.inputs_of(node)
         # A container returns the output of its last part. The gradient of a tensor is the total
         # of all its uses, so it is noted once, under the name of the module that computed it.
-        known = self.noted.get(node)
-        inputs = [known] if known else self.inputs_of(node)
-        for used in inputs:
-            self.uses[self.step, name, used] = True
-        if node is None or known:
-            return
-        self.noted[node] = name
-        tensor.register_hook(lambda gradient: self.note("backward", name, gradient, call))
+        if node and node not in self.noted:
+            self.noted[node] = name
+            tensor.register_hook(functools.partial(self.on_gradient, name, call))
+
+    def on_gradient(self, name, call, gradient):
+        self.note("backward", name, gradient, call)
+        return gradient * noise_like(gradient, self.generator) if self.generator else None
 
     def inputs_of(self, node):
-        """Return the noted outputs from which autograd's `node` was computed."""
-        names = []
+        """Return {name: True} of the noted outputs from which autograd's `node` was computed."""
+        names = {}
         seen = {None}
-        nodes = [node] if node else []
+        nodes = [node]
         while nodes:
-            for parent, _ in nodes.pop().next_functions:
-                if parent in self.noted:
-                    names.append(self.noted[parent])
-                elif parent not in seen:
-                    seen.add(parent)
-                    nodes.append(parent)
+            node = nodes.pop()
+            if node in self.noted:
+                names[self.noted[node]] = True
+            elif node not in seen:
+                seen.add(node)
+                nodes += [parent for parent, _ in node.next_functions]
         return names
 
     def before_step(self, *_):
         """The hook of all optimizers: ours and others call another optimizer inside."""
         self.depth += 1
-        if not self.has_stepped:
-            self.note_gradients()
+        self.note_gradients()
         self.has_stepped = True
         self.ever_stepped = True
 
     def note_gradients(self):
-        gradients = {name: parameter.grad for name, parameter in self.model.named_parameters()}
-        self.note_all("gradient", dict(reversed(gradients.items())))  # as backward goes
+        if not self.has_stepped:
+            backward = reversed(list(self.model.named_parameters()))
+            self.note_all("gradient", {name: parameter.grad for name, parameter in backward})
 
     def after_step(self, *_):
         self.depth -= 1
@@ -314,12 +306,11 @@ class Recording:
             self.note_values("value")
 
     def finish(self):
-        if not self.has_stepped:
-            self.note_gradients()  # the optimizer is not PyTorch's, or on another rank
+        self.note_gradients()  # if the optimizer is not PyTorch's, or on another rank
         self.note_values("value")
 
     def page(self):
-        """Return lists, dicts and tensors, which torch.load reads with weights_only=True."""
+        """Return dicts, lists and tensors, which torch.load reads with weights_only=True."""
         tensors = {}
         for key, by_call in self.tensors.items():
             tensors[key] = [by_call[call] for call in sorted(by_call)]
@@ -329,7 +320,7 @@ class Recording:
                 classes[self.renamed(each)] = type(module).__name__
         return {
             "tensors": tensors,
-            "uses": list(self.uses),
+            "uses": dict(self.uses),
             "classes": classes,
             "has_stepped": self.ever_stepped,
             "random": random_parts(self.model),
@@ -365,23 +356,10 @@ def is_recomputed():
     return torch._C._current_graph_task_id() != -1
 
 
-class Shake(torch.autograd.Function):
-    """Multiply each number by 1 ± eps in forward, and its gradient in backward."""
-
-    @staticmethod
-    def forward(ctx, x, generator):
-        ctx.generator = generator
-        return shaken(x, generator)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return shaken(gradient, ctx.generator), None
-
-
-def shaken(x, generator):
+def noise_like(x, generator):
+    """Return factors of 1 ± eps."""
     signs = 2 * torch.randint(2, x.shape, generator=generator) - 1
-    factors = 1 + eps_of(x) * signs.double()
-    return x * factors.to(x.device, x.dtype)
+    return 1 + eps_of(x) * signs.to(x)
 
 
 def random_parts(model):
@@ -415,8 +393,8 @@ def compare(one, many, grid=None, noise=(), rename=None):
     check_recordings(runs)
     comparison = Comparison(runs)
     check_noise(comparison)
-    check_is_alive(runs.one["tensors"])
-    check_is_comparable(comparison)
+    check_is_alive(comparison.alive)
+    check_is_comparable(comparison.results)
     check_is_explained(comparison)
     return comparison
 
@@ -426,79 +404,126 @@ class Comparison:
 
     def __init__(self, runs):
         self.runs = runs
-        self.rounding = Rounding(runs)
-        self.starts = {}  # {name of a parameter: its layout}
+        self.permuted = set()  # names of parameters that start in another order
         self.factors = {}  # {step: by what its gradients of activations are scaled}
-        self.results = [self.result_of(key) for key in runs.keys_in_order()]
+        self.alive = set()  # kinds of which some tensor is not zero; values, if one has changed
+        self.shares = []  # how far noise moves the outputs of the first step, over their size
+        self.flips = []  # keys of outputs of which noise moves a few rows altogether
+        self.doubts = {}  # {name of a parameter: the share of its gradient that may be rounding}
+        self.coarsest = 0.0  # eps of the dtypes until now
+        keys = sorted(runs.one["tensors"], key=lambda key: (key[0], KINDS.index(key[1])))
+        self.results = [self.result_of(*key) for key in keys]
         self.origin = origin_of(self)
 
-    def result_of(self, key):
+    def result_of(self, step, kind, name):
         """Compare one tensor, or all that a module gave in a step, with what the ranks have."""
-        result = Result(*key)
-        one, parts, noises = self.runs.read(key)
-        found = []  # (Fit, Sample)
-        for sample in samples_of(one, parts, noises, self.runs.axes):
-            fit = self.best_fit(key, sample)
-            if fit:
-                found.append((fit, sample))
-        if found:
-            self.judge(result, *min(found, key=error_of))
+        result = Result(step, kind, name)
+        one, parts, noises = self.runs.read(result.key)
+        if kind in ("start", "value"):
+            result.owner = self.runs.one["classes"].get(name, "")
+        axes = self.runs.axes | {"micro-batches": 1}  # how many there are is not yet known
+        may_be_permuted = name in self.permuted or kind not in ("gradient", "value")
+        if result.owner:
+            kind = "buffer"
+        # All calls of a module are compared together.
+        ways = (torch.cat,) if one[0].dim() else (sum, mean)
+        shapes = {tensor.shape[1:] for tensor in one}
+        fits = []
+        for join in ways if len(shapes) == 1 else ():
+            whole = join(one)
+            of_noise = [join(calls) for calls in noises]
+            sample = Sample(kind, whole, parts, of_noise, axes, may_be_permuted)
+            self.measure(result.key, sample)
+            if kind == "backward" and whole.numel() > 1:
+                sample.factor = self.factors.get(step, 1.0)
+            if parts:
+                fits += sample.best_fit()
+        if fits:
+            self.judge(result, min(fits, key=lambda fit: fit.error))
         elif parts:
-            result.note = f"{shapes_of(one)} on one device, {[*map(shapes_of, parts.values())]}"
-        if result.kind == "gradient" and not parts:
-            is_lost = self.runs.has_gradients and one[0].any()
+            result.note = f"{shapes_of(one)} on one device, {shapes_of(parts.values())} on ranks"
+        elif kind == "gradient":
+            is_lost = "gradient" in self.runs.kinds and one[0].any()
             result.state = "wrong" if is_lost else "skipped"  # sharded optimizers have no .grad
             result.note = "no rank has a gradient"
         return result
 
-    def best_fit(self, key, sample):
-        step, sample.kind, name = key
-        self.rounding.measure(key, sample)
-        if sample.kind == "backward" and step in self.factors and sample.whole.numel() > 1:
-            sample.factor = self.factors[step]
-        is_permuted = "all" in self.starts.get(name, ())
-        sample.may_be_permuted = is_permuted or sample.kind not in ("gradient", "value")
-        if name in self.runs.one["classes"] and sample.kind in ("start", "value"):
-            sample.kind = "buffer"
-        return sample.best_fit()
+    def measure(self, key, sample):
+        """Make the sample float64. Set its unit of rounding, and what an error is a part of."""
+        step, kind, name = key
+        eps = max(map(eps_of, [sample.whole, *sample.parts.values()]))
+        sample.parts = {place: tensor.double() for place, tensor in sample.parts.items()}
+        sample.whole = whole = sample.whole.double()
+        if whole.isnan().any():
+            raise CannotCompare(f"the run on one device has NaN: {key}")
+        infinite = whole.isinf()  # in masks
+        finite = whole.masked_fill(infinite, 0.0)
+        change = finite
+        one = self.runs.one["tensors"]
+        before = one.get((step - 1, kind, name)) or one.get((0, "start", name))
+        if kind == "value" and before and before[0].shape == whole.shape:
+            change = difference(whole, before[0].double()).masked_fill(infinite, 0.0)
+        sample.size = norm(change)
+        if sample.size:
+            self.alive.add(sample.kind)
+        moved = self.noise_of(key, sample)
+        self.coarsest = max(self.coarsest, eps)
+        coarse = self.coarsest * sample.size / 8
+        root = math.sqrt(whole.numel() or 1)
+        # Noise may move none of a few numbers, by chance.
+        unit = moved + eps * sample.size + coarse / root
+        if kind == "gradient":
+            doubt = 2 * (moved + coarse) / root / (whole.abs() + 1e-300)
+            doubt = doubt.maximum(self.doubts.get(name, doubt)).clamp(max=2.0)
+            self.doubts[name] = doubt.bfloat16()  # as they stay in memory
+        if kind == "value":
+            unit += eps * finite.abs().max().item()  # one number may be rounded otherwise
+            # Adam's step has the sign of the gradient, in later steps, too: if that may be only
+            # rounding, so may be twice the update.
+            sample.slack = change.abs() * self.doubts.get(name, 0.0)
+        sample.unit = unit or 1e-300
 
-    def judge(self, result, fit, sample):
+    def noise_of(self, key, sample):
+        """Return how far the noise runs have moved a tensor."""
+        distances = []
+        for noise in sample.noises:
+            if noise.shape == sample.whole.shape:
+                distances.append(difference(noise.double(), sample.whole))
+        moved = max(map(norm, distances), default=0.0)
+        if sample.kind == "forward":
+            is_lost = len(distances) < len(sample.noises)
+            if is_lost or any(is_flip(each, sample.whole) for each in distances):
+                self.flips.append(key)
+            if key[0] == 0:
+                self.shares.append(moved / (sample.size or 1.0))
+        return moved
+
+    def judge(self, result, fit):
         """Say what state the tensor is in, and why if it is wrong."""
-        ways = set(fit.layout.values())
-        is_one_number = sample.whole.numel() == 1
+        is_one_number = fit.sample.whole.numel() == 1
         result.layout = ", ".join(f"{axis} {how}" for axis, how in fit.layout.items())
         result.error = fit.error
         result.scale = fit.scale
         is_wrong = fit.error > LIMIT or (result.kind == "gradient" and fit.scale != 1.0)
-        if result.kind == "start":
-            self.starts[result.name] = fit.layout
+        if "all" in fit.layout:
+            self.permuted.add(result.name)
         if result.kind == "backward" and not is_one_number and not is_wrong:
             result.scale /= self.factors.setdefault(result.step, fit.scale)
             is_wrong = exact(1.01 * fit.scale) != fit.scale
-        is_added = "all" in fit.layout or {"sum", "mean"} & ways
-        if {"cat 0", "order 0"} <= ways and result.kind in ("forward", "backward"):
-            is_added = False  # samples or tokens, of which each rank has others
+        result.note = unfinished_in_words(fit.layout, is_one_number)
+        result.state = "unfinished" if result.note else "right"
         if is_wrong:
-            is_of_batch = sample.kind == "buffer" and self.runs.is_of_batch(result.name)
-            result.state = "skipped" if is_of_batch else "wrong"
-            result.right_on = self.runs.ranks_at(sample.right_places())
-            result.note = diagnosis(result, fit, sample, self.runs)
+            # Each rank has the statistics of its own batch.
+            result.state = "skipped" if "BatchNorm" in result.owner else "wrong"
+            result.right_on = self.runs.ranks_at(fit.sample.right_places())
+            result.note = diagnosis(result, fit, self.runs)
         elif result.scale != 1.0:
             result.state = "scaled"
             result.note = scale_in_words(result.scale, self.runs.axes)
-        elif is_added and ("sum" in ways or not is_one_number):
-            result.state = "unfinished"
-            result.note = unfinished_in_words(fit.layout)
-        else:
-            result.state = "right"
 
 
-def shapes_of(calls):
-    return " + ".join(str(tuple(tensor.shape)) for tensor in calls[:4])
-
-
-def error_of(pair):
-    return pair[0].error
+def shapes_of(tensors):
+    return {tuple(tensor.shape) for tensor in tensors}
 
 
 @dataclass
@@ -509,11 +534,12 @@ class Result:
     kind: str  # one of KINDS
     name: str
     layout: str = ""
-    note: str = ""
+    note: str = "no such name on the ranks"
     state: str = "missing"  # or right, unfinished, scaled, wrong, skipped
     error: float = 0.0  # in units of rounding
     scale: float = 1.0  # of the ranks' tensor, over the one device's
     right_on: list = ()  # the ranks that have the right one, if others have not
+    owner: str = ""  # of a buffer: the class of its module
 
     @property
     def key(self):
@@ -525,101 +551,54 @@ class Runs:
 
     def __init__(self, directories, grid, rename):
         self.directories = directories
-        self.rename = rename
+        self.renamed = functools.partial(renamed, rename=rename)
         self.open()
-        self.axes = axes_of(grid) or {"ranks": len(self.ranks)}  # {name: size}
-        coordinates = [range(size) for size in self.axes.values()]
-        self.places = list(itertools.product(*coordinates))  # of the ranks
+        if isinstance(grid, str):
+            grid = dict(axis.split("=") for axis in grid.split(","))
+        grid = grid or {"ranks": len(self.ranks)}
+        self.axes = {axis: int(size) for axis, size in grid.items()}
+        self.places = list(itertools.product(*map(range, self.axes.values())))  # of the ranks
         self.has_stepped = any(page["has_stepped"] for page in self.ranks)
-        kinds = {kind for page in self.ranks for _, kind, _ in page["tensors"]}
-        self.has_gradients = "gradient" in kinds
+        self.kinds = {kind for page in self.ranks for _, kind, _ in page["tensors"]}
 
     def open(self):
         """Open the files anew: what has been read of one takes memory until it is closed."""
-        pages = [pages_of(directory, self.rename) for directory in self.directories]
-        self.ones, self.ranks, *noises = pages
+        self.ones, self.ranks, *noises = map(pages_of, self.directories)
         self.one = self.ones[0]
         self.noises = [page for pages in noises for page in pages]
+        for page in self.ranks:
+            tensors = page["tensors"].items()
+            page["tensors"] = {(*key, self.renamed(name)): calls for (*key, name), calls in tensors}
         self.unread = 2**27  # bytes of one device, until the files are opened again
 
-    def keys_in_order(self):
-        def place(key):
-            return key[0], KINDS.index(key[1])
-
-        return sorted(self.one["tensors"], key=place)
-
     def read(self, key):
-        """Return the calls of the one device, {place: calls} of ranks, and those of noise runs."""
+        """Return calls of the one device, {(*place, number of the call): call}, those of noise."""
         one = self.one["tensors"][key]
         self.unread -= sum(tensor.nbytes for tensor in one)
         if self.unread < 0:
             self.open()
         parts = {}
+        new_key = (*key[:2], self.renamed(key[2]))
         for place, page in zip(self.places, self.ranks, strict=True):
-            # A rank that only receives parameters has a gradient that nobody uses.
-            is_used = page["has_stepped"] >= self.has_stepped or key[1] != "gradient"
-            if key in page["tensors"] and is_used:
-                parts[place] = page["tensors"][key]
-        noises = [page["tensors"].get(key, ()) for page in self.noises]
-        return one, parts, [calls for calls in noises if len(calls) == len(one)]
+            if key[1] == "gradient" and page["has_stepped"] < self.has_stepped:
+                continue  # the rank only receives parameters, and nobody uses its gradients
+            for call, tensor in enumerate(page["tensors"].get(new_key, ())):
+                parts[(*place, call)] = tensor
+        noises = [page["tensors"][key] for page in self.noises if key in page["tensors"]]
+        return one, parts, noises
 
     def ranks_at(self, places):
-        """Return the ranks at places, which may have the number of a micro-batch as well."""
-        number = len(self.axes)
-        return sorted({self.places.index(place[:number]) for place in places})
-
-    def is_of_batch(self, buffer):
-        """Return whether each rank has, in this buffer, the statistics of its own batch."""
-        owners = [page["classes"].get(buffer, "") for page in self.ranks]
-        return any("BatchNorm" in owner for owner in owners)
+        """Return the ranks at places, which have the number of a micro-batch as well."""
+        return sorted({self.places.index(place[:-1]) for place in places})
 
 
-def pages_of(directory, rename):
+def pages_of(directory):
     """Return the recording of each rank. Their tensors stay in the files until they are read."""
-    pages = []
-    new = functools.partial(renamed, rename=rename)
-    paths = Path(directory).glob("rank*.pt")
-    for path in sorted(paths, key=lambda path: int(path.stem[4:])):
-        page = torch.load(path, mmap=True, weights_only=True)
-        tensors = {}
-        for (step, kind, name), calls in page["tensors"].items():
-            tensors[step, kind, new(name)] = calls
-        uses = []
-        for step, user, used in page["uses"]:
-            uses.append((step, new(user), new(used)))
-        classes = {new(name): owner for name, owner in page["classes"].items()}
-        page |= {"tensors": tensors, "uses": uses, "classes": classes}
-        pages.append(page)
+    paths = sorted(Path(directory).glob("rank*.pt"), key=lambda path: int(path.stem[4:]))
+    pages = [torch.load(path, mmap=True, weights_only=True) for path in paths]
     if not pages:
         raise CannotCompare(f"there is no rank0.pt of record() in {directory}")
     return pages
-
-
-def axes_of(grid):
-    """Return {axis: number of ranks} of a grid such as "dp=2,tp=2"."""
-    if isinstance(grid, str):
-        words = grid.replace(" ", "").split(",")
-        grid = dict(word.split("=") for word in words)
-    return {axis: int(size) for axis, size in (grid or {}).items()}
-
-
-MICRO = "micro-batches"  # the name of their axis
-
-
-def samples_of(one, parts, noises, axes):
-    """Yield Samples of all calls of a module together. Micro-batches are one more axis."""
-    count = max(map(len, (one, *parts.values())))
-    if count > 1:
-        axes = axes | {MICRO: count}
-    all_calls = {}  # {place, and the number of the call if there are several: tensor}
-    for place, calls in parts.items():
-        for call, tensor in enumerate(calls):
-            all_calls[(*place, call)[: len(axes)]] = tensor
-    shapes = {tensor.shape[1:] for tensor in one}
-    joins = (torch.cat,) if one[0].dim() else (sum, mean)
-    for join in joins if len(shapes) == 1 else ():
-        of_noise = [join(calls) for calls in noises]
-        yield Sample(join(one), all_calls, of_noise, axes)
 
 
 def mean(tensors):
@@ -627,73 +606,13 @@ def mean(tensors):
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. Rounding: how far a tensor may be off, as the noise runs have measured it.
+# 4. Rounding: what is needed to measure it.
 
 LIMIT = 8.0  # units. Correct runs have errors of 1 or 2, and the smallest mistakes in bf16 of 20
-FEW = 16  # numbers, of which noise may move none by chance
-
-
-class Rounding:
-    def __init__(self, runs):
-        self.runs = runs
-        self.shares = []  # how far noise moves the outputs of the first step, over their size
-        self.flips = []  # keys of outputs of which noise moves a few rows altogether
-        self.loose = {}  # {name of a parameter: where its gradient has been only rounding}
-        tensors = runs.one["tensors"].items()
-        outputs = [calls[0] for (_, kind, _), calls in tensors if kind == "forward"]
-        self.coarsest = max(map(eps_of, outputs), default=0.0)  # eps of their dtypes
-
-    def measure(self, key, sample):
-        """Make the sample float64. Set its unit of rounding, and what an error is a part of."""
-        step, kind, name = key
-        eps = max(map(eps_of, [sample.whole, *sample.parts.values()]))
-        sample.parts = {place: tensor.double() for place, tensor in sample.parts.items()}
-        sample.whole = whole = sample.whole.double()
-        if whole.isnan().any():
-            raise CannotCompare(f"the run on one device has NaN: {key}")
-        finite = whole.masked_fill(whole.isinf(), 0.0)
-        update = self.update_of(key, whole)
-        sample.size = norm(finite if update is None else update)
-        moved = self.noise_of(key, whole, sample.noises)
-        unit = moved + eps * sample.size
-        if kind in ("start", "value"):
-            unit += eps * finite.abs().max().item()  # one number may be rounded otherwise
-        coarse = self.coarsest * sample.size / 8
-        if whole.numel() < FEW:
-            unit += coarse
-        if kind == "gradient":
-            is_loose = whole.abs() <= 2 * (moved + coarse) / math.sqrt(whole.numel())
-            self.loose[name] = is_loose | self.loose.get(name, False)
-        if update is not None and name in self.loose:
-            # Adam takes a whole step in the direction of the gradient's sign, in later steps, too.
-            # A wrong sign is twice the update.
-            unit += 2 * norm(update[self.loose[name]]) / LIMIT
-        if kind == "forward" and step == 0:
-            self.shares.append(moved / (sample.size or 1.0))
-        sample.unit = unit or 1e-300
-
-    def update_of(self, key, whole):
-        """Return by how much a step has changed this value; None if it is none, or is new."""
-        step, kind, name = key
-        tensors = self.runs.one["tensors"]
-        before = tensors.get((step - 1, kind, name)) or tensors.get((0, "start", name))
-        if kind != "value" or not before or before[0].shape != whole.shape:
-            return None
-        return difference(whole, before[0].double())
-
-    def noise_of(self, key, whole, noises):
-        """Return how far the noise runs have moved a tensor."""
-        alike = [noise.double() for noise in noises if noise.shape == whole.shape]
-        distances = [difference(noise, whole) for noise in alike]
-        if key[1] == "forward":
-            is_lost = len(alike) < len(noises)
-            if is_lost or any(is_flip(each, whole) for each in distances):
-                self.flips.append(key)
-        return max(map(norm, distances), default=0.0)
 
 
 def eps_of(tensor):
-    return torch.finfo(tensor.dtype).eps
+    return torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
 
 
 def difference(a, b):
@@ -709,11 +628,8 @@ def norm(tensor):
 
 def is_flip(distance, whole):
     """Return whether noise moves a few rows altogether: tokens that go to another expert."""
-    if whole.dim() < 2 or not whole.numel():
-        return False
-    sizes = whole.norm(dim=-1).clamp(min=1e-300)
-    moved = distance.norm(dim=-1) / sizes
-    return moved.max().item() > max(0.02, 100 * moved.median().item())
+    moved = distance.norm(dim=-1) / whole.norm(dim=-1).clamp(min=1e-300)
+    return moved.numel() and moved.max() > max(0.02, 100 * moved.median())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -727,44 +643,50 @@ def is_flip(distance, whole):
 #    `order d` is a layout after which dimension d is permuted.
 
 
-class Fit(NamedTuple):
+@dataclass
+class Fit:
     error: float  # in units of rounding
     layout: dict  # {axis: how}
     scale: float  # of the ranks' tensor, over the one device's
     tensor: torch.Tensor  # what the ranks' tensors make up
+    sample: "Sample"
 
 
 @dataclass
 class Sample:
     """A tensor of the one device, and what the ranks and the noise runs have of it."""
 
+    kind: str  # one of KINDS, or "buffer"
     whole: torch.Tensor
-    parts: dict  # {coordinates on the grid: tensor}
+    parts: dict  # {(*coordinates on the grid, number of the micro-batch): tensor}
     noises: list
     axes: dict  # {name: size}
-    kind: str = ""  # one of KINDS, or "buffer"
+    may_be_permuted: bool
     unit: float = 0.0  # of rounding
+    slack: float = 0.0  # or a tensor: the errors of each number that do not count
     size: float = 0.0  # of what an error is a part of: for a value, the size of its update
     factor: float = 1.0  # of activations' gradients in this step
-    may_be_permuted: bool = False
 
     def best_fit(self):
-        """Return the best fit within rounding, or of all; None if none has the shape.
+        """Return [the best fit], or [] if none has the shape.
 
-        Of the fits within one unit, the first: what is zero but for rounding has every layout.
+        Of the fits within one unit, it is the first: what is zero but for rounding has every
+        layout.
         """
         fits = []
-        for fit in self.fits():
+        for fit in itertools.chain(self.fits(), self.orders(fits)):
             fits.append(fit)
             if fit.error <= 1 and fit.scale == self.factor:
-                return fit
-        best = min(fits, key=self.rank_of, default=None)
-        if best and best.error > LIMIT and self.may_be_permuted:
-            best = min([best, *self.orders(fits)], key=self.rank_of)
-        return best
+                return [fit]
+        return sorted(fits, key=self.rank_of)[:1]
 
     def rank_of(self, fit):
-        return fit.error > LIMIT, fit.scale != self.factor, fit.error
+        return (
+            fit.error > LIMIT,
+            fit.scale != self.factor,
+            "all" in fit.layout,  # two rows that are equal can be taken for one another
+            fit.error,
+        )
 
     def fits(self):
         """Yield a Fit for each way to join the parts, and one for each scale that fits better."""
@@ -774,11 +696,27 @@ class Sample:
             fit = self.fit(layout, tensor, self.factor)
             yield fit
             if fit.error > LIMIT and self.kind in ("backward", "gradient"):
-                yield self.fit(layout, tensor, self.scale_of(tensor))
+                scale = norm(tensor) / (self.size or 1.0)
+                yield self.fit(layout, tensor, exact(scale))
+
+    def orders(self, fits):
+        """Yield fits after a permutation of one dimension, which keeps the norm.
+
+        Layouts of one norm are permutations of one another, so the first is enough.
+        """
+        for fit in list(fits) if self.may_be_permuted else ():
+            change = norm(fit.tensor) / fit.scale - norm(self.whole)
+            if abs(change) <= LIMIT * self.unit:
+                for dim, length in enumerate(self.whole.shape):
+                    if 1 < length <= 2048:
+                        rows = reordered(fit.tensor, self.whole * fit.scale, dim)
+                        yield self.fit(fit.layout | {"all": f"order {dim}"}, rows, fit.scale)
+                return
 
     def fit(self, layout, tensor, scale):
-        error = norm(difference(tensor / scale, self.whole)) / self.unit
-        return Fit(error if math.isfinite(error) else math.inf, layout, scale, tensor)
+        distance = difference(tensor / scale, self.whole).abs() - self.slack
+        error = norm(distance.clamp(min=0.0)) / self.unit
+        return Fit(min(math.inf, error), layout, scale, tensor, self)  # NaN becomes infinite
 
     def right_places(self):
         """Return where the tensor is the one device's, if not everywhere."""
@@ -789,28 +727,11 @@ class Sample:
                 right.append(place)
         return right if len(right) < len(self.parts) else []
 
-    def scale_of(self, tensor):
-        scale = norm(tensor) / self.size if self.size else 0.0
-        return exact(scale) if 0 < scale < math.inf else self.factor
-
-    def orders(self, fits):
-        """Yield the fits after a permutation of one dimension, which keeps the norm."""
-        for fit in fits:
-            ways = set(fit.layout.values())
-            tensor = fit.tensor / fit.scale
-            change = norm(tensor) - norm(self.whole)
-            if {"sum", "mean"} & ways or not abs(change) <= LIMIT * self.unit:
-                continue
-            for dim, length in enumerate(self.whole.shape):
-                # "parts" has the rows of "cat" in another order.
-                if f"parts {dim}" not in ways and 1 < length <= 2048:
-                    rows = reordered(tensor, self.whole, dim)
-                    layout = fit.layout | {"all": f"order {dim}"}
-                    yield self.fit(layout, rows * fit.scale, fit.scale)
-
 
 def exact(scale):
     """Return the power of 2, the whole number, or the fraction of one, that is near `scale`."""
+    if not 0 < scale < math.inf:
+        return 1.0
     power = 2.0 ** round(math.log2(scale))
     for near in (power, round(scale) if scale > 1 else 1 / round(1 / scale)):
         if abs(scale / near - 1) < 0.02:
@@ -823,51 +744,45 @@ def joins(parts, axes, whole, kind):
 
     A layout is {name of an axis: how}. Axes may be joined in any order.
     """
-    if not parts:
-        return
     if not axes:
         yield {}, parts[()]
-        return
     for number, axis in enumerate(axes):
-        groups = groups_along(parts, number)
-        others = {name: size for name, size in axes.items() if name != axis}
-        first = next(iter(groups.values()))
-        for how, join in ways_to_join(first, whole, kind, others.values()):
+        others = dict(axes)
+        del others[axis]
+        groups = defaultdict(list)  # {other coordinates: the tensors along the axis}
+        for place, tensor in parts.items():
+            groups[place[:number] + place[number + 1 :]].append(tensor)
+        group, *_ = groups.values()
+        for how, join in ways_to_join(group, whole, kind, others.values()):
             if number and how in ("same", "sum", "mean"):
                 continue  # after the axes before this one they give the same
             try:
                 joined = {rest: join(group) for rest, group in groups.items()}
             except RuntimeError:  # the shapes do not fit
                 continue
+            here = {axis: how} if len(group) > 1 else {}
             for layout, tensor in joins(joined, others, whole, kind):
-                yield {axis: how} | layout, tensor
-
-
-def groups_along(parts, number):
-    """Return {other coordinates: the tensors along axis `number`, in order}."""
-    groups = {}
-    for coordinates in sorted(parts):
-        others = coordinates[:number] + coordinates[number + 1 :]
-        groups.setdefault(others, []).append(parts[coordinates])
-    return groups
+                yield here | layout, tensor
 
 
 def ways_to_join(group, whole, kind, sizes):
     """Yield (how, function that joins the tensors along an axis). `sizes` of the other axes."""
     first = group[0]
+    is_activation = kind in ("forward", "backward")
     if all(tensor.shape == first.shape for tensor in group):
         yield "same", same
         is_replica = whole.numel() > 1 and all(torch.equal(first, each) for each in group)
         if not is_replica and kind not in ("start", "value"):
             yield "sum", sum
-            if kind in ("gradient", "buffer") or whole.numel() == 1:
+            if not is_activation or whole.numel() == 1:
                 yield "mean", mean
-    if len(group) > 1:
-        for dim in range(min(first.dim(), whole.dim())):
-            yield from ways_to_put_together(group, dim, whole.shape[dim])
-    if kind in OF_PARAMETERS:
-        for shape in slices_of(whole.shape, sizes):
-            yield "flat", functools.partial(flatten, shape=shape)
+    for dim, length in enumerate(whole.shape[: first.dim()]):
+        if len(group) > 1 and sum(tensor.shape[dim] for tensor in group) <= length:
+            for cut in CUTS:
+                how = "cat" if cut == (1,) else "parts"
+                yield f"{how} {dim}", functools.partial(in_pieces, dim=dim, cut=cut)
+    for shape in () if is_activation else slices_of(whole.shape, sizes):
+        yield "flat", functools.partial(flatten, shape=shape)
 
 
 def same(group):
@@ -878,40 +793,35 @@ def same(group):
     return first
 
 
-# How each tensor is cut, as ratios of lengths: not at all; gate and up; both ends of a zigzag, of
-# which the second ones are joined backward; q, k and v, of which q may have more heads.
-CUTS = [(1,), (1, 1), (1, -1), *((heads, 1, 1) for heads in range(1, 9))]
-
-
-def ways_to_put_together(group, dim, length):
-    """Yield the ways to join the tensors in dimension `dim`, which alone may differ."""
-    if sum(tensor.shape[dim] for tensor in group) > length:
-        return
-    for cut in CUTS:
-        how = "cat" if cut == (1,) else "parts"
-        yield f"{how} {dim}", functools.partial(in_pieces, dim=dim, cut=cut)
+CUTS = [  # how each tensor is cut, as ratios of lengths
+    (1,),  # not at all
+    (1, 1),  # gate and up
+    (1, -1),  # both ends of a zigzag, of which the second ones are joined backward
+    *((heads, 1, 1) for heads in range(1, 9)),  # q, k and v, of which q may have more heads
+]
 
 
 def in_pieces(group, dim, cut):
     """Join first pieces, then second pieces, and so on; backward those with a negative length."""
-    lengths = [abs(length) for length in cut]
-    rows = []
-    for tensor in group:
-        unit = tensor.shape[dim] // sum(lengths)
-        rows.append(tensor.split([unit * length for length in lengths], dim))
+    number = sum(map(abs, cut))
+    # If a length does not divide, a rest is lost, so that the shape does not fit.
+    rows = [list(tensor.split(tensor.shape[dim] // number, dim)) for tensor in group]
     pieces = []
-    for length, column in zip(cut, zip(*rows, strict=True), strict=True):
-        pieces += column if length > 0 else reversed(column)
+    for length in cut:
+        for row in rows if length > 0 else reversed(rows):
+            pieces += row[: abs(length)]
+            del row[: abs(length)]
     return torch.cat(pieces, dim)
 
 
 def slices_of(shape, sizes):
-    """Return `shape`, and the shapes of its slices if an axis of one of the sizes cuts it."""
-    slices = [shape]
-    for dim, length in enumerate(shape):
+    """Yield `shape`, and the shapes of its slices if an axis of one of the sizes cuts it."""
+    yield shape
+    for dim in range(len(shape)):
         for size in sizes:
-            slices.append(shape[:dim] + (length // size,) + shape[dim + 1 :])
-    return slices
+            part = list(shape)
+            part[dim] //= size
+            yield part
 
 
 def flatten(group, shape):
@@ -946,18 +856,15 @@ def origin_of(comparison):
         return None
     result = wrong[0]
     # A rank that took fewer steps seems to call a module twice in one.
-    late = []
-    for rank, page in enumerate(comparison.runs.ranks):
-        last, *_ = max(page["tensors"])
-        if last < results[-1].step:
-            late.append(rank)
+    last = results[-1].step
+    pages = enumerate(comparison.runs.ranks)
+    late = [rank for rank, page in pages if max(page["tensors"])[0] < last]
     if late and result.kind == "forward":
         note = f"{ranks_in_words(late)} took no step of the optimizer"
         return Result(result.step, "value", results[0].name, note=note, state="wrong")
     if result.kind == "gradient":
         result = origin_of_scales(result, comparison)
-    by_key = {each.key: each for each in results}
-    while cause := cause_of(result, by_key, comparison.runs.one["uses"]):
+    while cause := cause_of(result, results, comparison.runs.one["uses"]):
         result = cause
     return result
 
@@ -967,7 +874,7 @@ def origin_of_scales(result, comparison):
     of_step = [each for each in comparison.results if each.step == result.step]
     gradients = [each for each in of_step if each.kind == "gradient"]
     # A few gradients are zero but for rounding, and so are right with every scale.
-    common = sorted(each.scale for each in gradients)[len(gradients) // 2]
+    common = median_high(each.scale for each in gradients)
     if exact(1.01 * common) != common:
         # If one gradient is wrong, so is their norm, and clipping scales all of them.
         for each in gradients:
@@ -979,7 +886,7 @@ def origin_of_scales(result, comparison):
     for size in comparison.runs.axes.values():
         expected += [each * size for each in expected]
     is_of_loss = comparison.factors.get(result.step, 1.0) not in expected
-    if not is_of_loss or result.error > LIMIT or result.scale != common:
+    if not is_of_loss or result.scale != common:
         return result
     loss = next(each for each in of_step if each.kind == "backward")  # backward's first
     loss.state = "wrong"
@@ -988,47 +895,36 @@ def origin_of_scales(result, comparison):
     return loss
 
 
-def cause_of(result, by_key, uses):
+def cause_of(result, results, uses):
     """Return an unfinished or scaled result that this one follows from, or None."""
-    for key in sources_of(result, uses):
-        source = by_key.get(key)
-        if source is None:
-            continue
-        if source.state == "scaled" and result.kind == "backward":
-            return source
-        # Each rank's part of a sum is right, unless its own source was to be added up.
-        is_part = result.kind == "gradient" and result.state == "unfinished"
-        if source.state == "unfinished" and (not is_part or source.layout == result.layout):
+    step, kind, name = result.key
+    names = {
+        "forward": uses.get(name, ()),
+        "backward": [user for user, used in uses.items() if name in used],
+        "gradient": [name.rpartition(".")[0]],
+        "value": [] if result.right_on else [name],
+    }
+    before = {"gradient": "backward", "value": "gradient"}.get(kind, kind)
+    keys = [(step, before, source) for source in names.get(kind, ())]
+    # Each rank's part of a sum is right, unless its own source was to be added up.
+    is_part = kind == "gradient" and result.state == "unfinished"
+    for source in results[: results.index(result)]:
+        is_sum = source.state == "unfinished" and (not is_part or source.layout == result.layout)
+        is_scaled = source.state == "scaled" and kind == "backward"
+        if source.key in keys and (is_sum or is_scaled):
             return source
     return None
-
-
-def sources_of(result, uses):
-    """Return the keys of what the result was computed from."""
-    step, kind, name = result.key
-    names = []
-    if kind == "forward":
-        names = [used for of, user, used in uses if (of, user) == (step, name)]
-    elif kind == "backward":
-        names = [user for of, user, used in uses if (of, used) == (step, name)]
-    elif kind == "gradient":
-        kind = "backward"
-        names = [name.rpartition(".")[0]]
-    elif kind == "value" and not result.right_on:
-        kind = "gradient"
-        names = [name]
-    return [(step, kind, source) for source in names]
 
 
 # --------------------------------------------------------------------------------------------------
 # 7. Words: what is wrong with a tensor, with the evidence.
 
 
-def diagnosis(result, fit, sample, runs):
+def diagnosis(result, fit, runs):
     """Return in words how the tensor is wrong, with the evidence."""
-    parts = sample.parts.items()
-    bad = [place for place, tensor in parts if not tensor.isfinite().all()]
-    if bad and sample.whole.isfinite().all():
+    sample = fit.sample
+    bad = [place for place, tensor in sample.parts.items() if not tensor.isfinite().all()]
+    if bad and fit.error == math.inf:
         return f"NaN or infinite numbers on {ranks_in_words(runs.ranks_at(bad))}"
     if fit.error <= LIMIT:
         return scale_in_words(fit.scale / sample.factor, runs.axes)
@@ -1057,15 +953,19 @@ def scale_in_words(scale, axes):
     return f"{words}: {how} by the {number:.0f} {names} ranks"
 
 
-def unfinished_in_words(layout):
-    """Return what is missing, if nothing later does it."""
-    if "all" in layout:
+def unfinished_in_words(layout, is_one_number):
+    """Return what is missing, if nothing later does it; "" if nothing is."""
+    ways = set(layout.values())
+    axes = " and ".join(axis for axis, how in layout.items() if how in ("sum", "mean"))
+    if "mean" in ways and not is_one_number:
+        return f"each rank has the gradient of its own batch: average it over the {axes} ranks"
+    if "sum" in ways:
+        return f"the sum over the {axes} ranks is right: an all-reduce is missing"
+    # Samples or tokens, of which each rank has others, may be in any order.
+    if "all" in layout and not {"cat 0", "order 0"} <= ways:
         dim = layout["all"].removeprefix("order ")
         return f"the right numbers in another order along dimension {dim}"
-    axes = " and ".join(axis for axis, how in layout.items() if how in ("sum", "mean"))
-    if "mean" in layout.values():
-        return f"each rank has the gradient of its own batch: average it over the {axes} ranks"
-    return f"the sum over the {axes} ranks is right: an all-reduce is missing"
+    return ""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1081,12 +981,12 @@ def check_recordings(runs):
 
 def check_noise(comparison):
     """Raise unless the noise run does what the other one does, but for rounding."""
-    shares = sorted(comparison.rounding.shares)
+    shares = comparison.shares
     if not comparison.runs.noises or not shares:
         return
-    if not shares[-1]:
+    if not any(shares):
         raise CannotCompare("the noise run has changed nothing: record it with noise=1")
-    middle = shares[len(shares) // 2]
+    middle = median_high(shares)
     if middle > 0.1:
         raise CannotCompare(
             f"the noise run differs by {middle:.2g}, which is more than rounding: it must have the "
@@ -1094,40 +994,26 @@ def check_noise(comparison):
         )
 
 
-def check_is_alive(tensors):
+def check_is_alive(kinds):
     """Two runs that compute nothing agree, and say nothing."""
-    trained = []
-    for key, calls in tensors.items():
-        if key[1] == "gradient" and calls[0].any():
-            trained.append(key)
-    if not trained:
+    if "gradient" not in kinds:
         raise CannotCompare("on one device there are no gradients, or all are zero")
-    for step, _, name in trained:
-        start = tensors[0, "start", name][0]
-        if not torch.equal(start, tensors[step, "value", name][0]):
-            return
-    raise CannotCompare("on one device no parameter changes: record a step of the optimizer")
+    if "value" not in kinds:
+        raise CannotCompare("on one device no parameter changes: record a step of the optimizer")
 
 
-def check_is_comparable(comparison):
+def check_is_comparable(results):
     """A few tensors have no counterpart, such as those of containers. Many are a mistake."""
-    states = []
-    for each in comparison.results:
-        if each.state == "wrong":
-            break  # what follows a mistake may have other shapes
-        # Buffers may be of one rank only. Reentrant checkpoints have no gradients of activations.
-        is_buffer = each.kind != "forward" and each.name in comparison.runs.one["classes"]
-        if each.kind != "backward" and not is_buffer:
-            states.append(each)
-    missing = []
-    for each in states:
-        if each.state == "missing":
-            shapes = each.note or "no such name on the ranks"
-            missing.append(f"step {each.step} {each.kind} {each.name}: {shapes}")
+    # What follows a mistake may have other shapes.
+    before = list(itertools.takewhile(lambda each: each.state != "wrong", results))
+    # Buffers may be of one rank only. Reentrant checkpoints have no gradients of activations.
+    states = [each for each in before if each.kind != "backward" and not each.owner]
+    missing = [each for each in states if each.state == "missing"]
     if len(missing) > max(1, 0.05 * len(states)):
+        words = [f"step {each.step} {each.kind} {each.name}: {each.note}" for each in missing[:3]]
         raise CannotCompare(
             f"{len(missing)} of {len(states)} tensors of the one device have no counterpart in the "
-            f"other run by name and shape, such as {missing[:3]}. If names differ, use rename; if "
+            f"other run by name and shape, such as {words}. If names differ, use rename; if "
             "these are shards, state or grid. If the numbers of rows differ, rows are lost, or go "
             "to another module than on one device"
         )
@@ -1150,12 +1036,12 @@ def check_is_explained(comparison):
             f"without --noise it is not known whether a difference is rounding. Record the run on "
             f"one device once more, with noise=1. The first difference is in {where}"
         )
-    flips = [key for key in comparison.rounding.flips if key[0] <= origin.step]
-    if flips:
-        raise CannotCompare(
-            f"rounding alone sends tokens to other experts, in step {flips[0][0]} {flips[0][2]}: "
-            f"take another seed, or float64. The first difference is in {where}"
-        )
+    for step, _, name in comparison.flips:
+        if step <= origin.step:
+            raise CannotCompare(
+                f"rounding alone sends tokens to other experts, in step {step} {name}: take "
+                f"another seed, or float64. The first difference is in {where}"
+            )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1309,9 +1195,7 @@ def report(comparison, followers=4):
     local = [
         each.name
         for each in results
-        if each.kind == "value"
-        and each.name in comparison.runs.one["classes"]
-        and each.state in ("unfinished", "skipped")
+        if each.kind == "value" and each.owner and each.state in ("unfinished", "skipped")
     ]
     for name in dict.fromkeys(local):
         lines.append(f"buffer {name}: not compared, each rank has that of its own batch")

@@ -62,6 +62,35 @@ def test_right_runs_agree(run_class, precision, tmp_path):
     assert origin is None, "\n".join(lines)
 
 
+def errors_of_seeds(folder):
+    """Return the largest error with each of ten noise runs, on the first rank."""
+    how = compared.PRECISIONS["fp32"]
+    with default_group(pool.group()):
+        train(folder / "many", compared.FusedTensorParallel(*how))
+        dist.barrier()
+        if pool.rank():
+            return None
+        train(folder / "one", compared.OneFused(*how))
+        errors = []
+        for seed in range(1, 11):
+            train(folder / "noise", compared.OneFused(*how), noise=seed)
+            found = compare.compare(
+                folder / "one",
+                folder / "many",
+                grid="tp=2",
+                noise=folder / "noise",
+            )
+            largest = max(result.error for result in found.results)
+            errors.append(largest)
+    return errors
+
+
+def test_a_right_run_agrees_with_every_seed_of_the_noise(tmp_path):
+    """Adam makes a whole step of a gradient that is nearly zero, so few numbers move far."""
+    errors = pool.run(2, errors_of_seeds, tmp_path)[0]
+    assert max(errors) < 4
+
+
 def with_a_precision():
     """Each mistake has one."""
     precisions = itertools.cycle(["fp32", "fp64", "bf16"])
@@ -194,6 +223,8 @@ def test_names_that_match_nothing(runs):
     assert "no counterpart" in text
     rename = {"a": "first", "b": "second", "c": "drop"}
     assert origin_of(runs, rename=rename) is None
+    back = {old: new for new, old in rename.items()}
+    assert origin_of(runs, rename=back) is None
 
 
 def test_one_layer_that_matches_nothing(runs):
@@ -236,6 +267,75 @@ class Masked(Pair):
         infinities = torch.full((6, 4), -torch.inf)
         mask = self.mask(infinities.triu(1))
         return (super().forward(x) + mask).softmax(-1)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_integers_may_be_shown(shift, tmp_path):
+    for name in ("one", "noise", "many"):
+        torch.manual_seed(0)
+        model = Pair()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        noise = int(name == "noise")
+        with compare.record(tmp_path / name, model, noise=noise) as recording:
+            numbers = torch.arange(6)
+            if name == "many":
+                numbers += shift
+            recording.see("numbers", numbers)
+            output = model(torch.randn(6, 8))
+            loss = output.square().mean()
+            loss.backward()
+            optimizer.step()
+    origin = origin_of(tmp_path)
+    if shift:
+        assert origin.name == "numbers"
+    else:
+        assert origin is None
+
+
+class Checkpointed(Pair):
+    def forward(self, x):
+        hidden = torch.utils.checkpoint.checkpoint(self.first, x, use_reentrant=False)
+        return self.second(hidden.tanh())
+
+
+def test_noise_of_a_model_with_checkpoints(tmp_path):
+    """A checkpoint counts the tensors that are kept for backward."""
+    record_pair(tmp_path / "one", make=Checkpointed)
+    record_pair(tmp_path / "noise", noise=1, make=Checkpointed)
+    assert origin_of(tmp_path, many="one") is None
+
+
+class InTurn(torch.nn.Module):
+    """Both modules are called twice, so that each depends on the other."""
+
+    share = 1.0  # of the input that a rank has
+
+    def __init__(self, dropout):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(8, 8, bias=False)
+        self.second = torch.nn.Linear(8, 8, bias=False)
+        self.act = torch.nn.Tanh()
+
+    def forward(self, x):
+        x = x * self.share
+        for _ in range(2):
+            x = self.second(self.first(x))
+        return self.act(x)
+
+
+def test_the_origin_is_found_among_modules_that_depend_on_each_other(tmp_path, monkeypatch):
+    record_pair(tmp_path / "one", make=InTurn)
+    record_pair(tmp_path / "noise", noise=1, make=InTurn)
+    many = tmp_path / "many"
+    monkeypatch.setattr(InTurn, "share", 0.75)
+    record_pair(many, make=InTurn)
+    shutil.move(many / "rank0.pt", many / "rank1.pt")
+    monkeypatch.setattr(InTurn, "share", 0.25)
+    record_pair(many, make=InTurn)
+    origin = origin_of(tmp_path, grid="tp=2")
+    assert (origin.kind, origin.name) == ("forward", "first")
+    assert "all-reduce is missing" in origin.note
 
 
 def test_infinities_of_a_mask_are_equal(tmp_path):
