@@ -14,9 +14,11 @@ The loss is a mean over samples. If ranks hold equal shares of the batch, the me
 gradients is the gradient of the whole batch. With several micro-batches, each rank first adds up
 its own gradients; then the ranks average the sums.
 
-If ranks have unequal numbers of unmasked tokens, a rank's loss must be the sum over its tokens,
-divided by the number of tokens of all ranks and micro-batches, and times N, because averaging
-divides by N (docs/training_loops.md).
+If ranks have unequal numbers of unmasked tokens, a rank's loss must be
+
+    N · (sum over its tokens) / (number of tokens of all ranks and micro-batches)
+
+with the factor N because averaging divides by N (docs/training_loops.md).
 
 Cost per rank in elements, with Adam, for a model of Ψ parameters on N ranks:
 
@@ -25,8 +27,8 @@ Cost per rank in elements, with Adam, for a model of Ψ parameters on N ranks:
     DDP                       Ψ            2Ψ          2Ψ          2Ψ(N-1)/N: a ring all-reduce of Ψ
     gradient_as_bucket_view   Ψ            Ψ           2Ψ          the same; .grad is a view
 
-Read section 1 for the idea (10 minutes), to section 2 for the technique (28), and the rest to use
-it as a library (49).
+Read section 1 for the idea (9 minutes), to section 2 for the technique (25), and the rest to use
+it as a library (46).
 
 Run:      torchrun --nproc-per-node 2 ddp.py            (--idea trains with section 1 alone)
           python ddp.py runs one rank
@@ -121,7 +123,7 @@ class Bucket:
 
 
 def all_reduce_when_full(bucket, process_group=None):
-    """All-reduce the bucket in each backward, as soon as backward has computed its last gradient.
+    """All-reduce the bucket in each backward, as soon as backward has filled it.
 
     Call bucket.wait() between backward and the optimizer's step. Two conditions: (1) every backward
     reaches all parameters, (2) in an order that fills the buckets in the same order on all ranks.
@@ -168,16 +170,17 @@ def broadcast(tensors, process_group):
         # As bytes, because gloo has no int16 and no float8.
         dist.broadcast(flat.view(torch.uint8), group=process_group, group_src=0)
         for tensor, values in zip(bucket, views_of(flat, bucket), strict=True):
-            # It increases the version of `tensor`, as any write does. A caller who must not do that
-            # passes `.data`.
+            # copy_() increases the version of `tensor`, and backward raises an error if a graph has
+            # saved it before. Then pass `tensor.data`, as forward() below does.
             tensor.detach().copy_(values)
 
 
 class Replica(nn.Module):
     """This rank's copy of a module. Backward leaves the means of all ranks' gradients in .grad.
 
-    Every backward must reach all parameters. DistributedDataParallel, its subclass in section 3,
-    lifts this, and has PyTorch's other arguments and methods.
+    Each forward comes just before its backward, which must reach all parameters.
+    DistributedDataParallel, its subclass in section 3, lifts both conditions, and has PyTorch's
+    other arguments and methods.
     """
 
     require_backward_grad_sync = True  # False inside no_sync()
@@ -218,8 +221,9 @@ class Replica(nn.Module):
             if call := on_gradient():
                 call(parameter)
 
-        # The nodes of autograd that add to .grad. A node and its hooks live as long as this list.
-        # They run after all hooks of the parameter, so a user's hook may change the gradient first.
+        # Autograd's nodes that add to .grad. They are kept in a list, because nothing else keeps
+        # them and their hooks alive. These hooks run after all hooks of the parameter, so a user's
+        # hook may change the gradient first.
         self._nodes = []
         for parameter in self._bucket_of:
             node = torch.autograd.graph.get_gradient_edge(parameter).node
@@ -232,7 +236,7 @@ class Replica(nn.Module):
             # earlier graph saved the buffer.
             broadcast([buffer.data for buffer in self.module.buffers()], self.process_group)
         will_average = torch.is_grad_enabled() and self.require_backward_grad_sync
-        self.require_forward_param_sync = will_average  # as in PyTorch
+        self.require_forward_param_sync = will_average  # only after one that averages, as PyTorch
         if will_average:
             check_ready(self)  # the last backward has ended, and the parameters are the same
             self._will_average = True
@@ -257,7 +261,8 @@ class Replica(nn.Module):
         for next_bucket in self._buckets:
             if next_bucket.missing:
                 break
-            next_bucket.work = next_bucket.work or self._send(next_bucket)
+            if not next_bucket.work:
+                next_bucket.work = self._send(next_bucket)
 
     def _send(self, bucket):
         """Start the all-reduce of the bucket, and return its handle."""
@@ -275,8 +280,8 @@ class Replica(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. The library: PyTorch's class, which also takes forwards before other backwards, unused
-#    parameters and communication hooks; checks.
+# 3. The library: PyTorch's class, which also takes several forwards before their backwards,
+#    unused parameters and communication hooks; checks.
 
 
 class DistributedDataParallel(Replica):
@@ -369,9 +374,8 @@ class DistributedDataParallel(Replica):
         if not self._comm_hook:
             return super()._send(bucket)
         # The hook of an earlier bucket may issue a second collective when its first has ended. Over
-        # gloo, that time differs between ranks, so collectives of two buckets could mix. Over NCCL,
-        # a future is done as soon as its work is in a stream, so this does not wait, which would
-        # delay the rest of backward.
+        # gloo, wait for that: the time differs between ranks, so collectives of two buckets could
+        # mix. Over NCCL, futures are done as soon as their work is in a stream: this does not wait.
         for earlier in self._buckets[: self._buckets.index(bucket)]:
             if not earlier.work.done():
                 earlier.work.wait()
@@ -423,14 +427,20 @@ DDP = DistributedDataParallel
 
 
 def hook_outputs(ddp, output):
-    """Let each backward from `output` average, even if one of another forward has ended before."""
+    """Let each backward from `output` average, even if one of another forward has ended before.
+
+    forward 1, forward 2   each sets _will_average
+    backward 2             averages, and its end clears _will_average
+    backward 1             pre_backward() sets it again, so this averages, too
+    """
     # True if _finish_with_unused() runs at the end of this backward. It stays True if one raises.
     ddp._finish_is_queued = False
 
     def pre_backward(_):  # a tensor's hook gets its gradient
         ddp._will_average = True
-        # Backward may reach no parameter on this rank. With create_graph, gradients are enabled:
-        # this is an inner backward, such as that of a gradient penalty, and the outer one averages.
+        # Queue the end here, because backward may reach no parameter on this rank. But not if
+        # gradients are enabled, by create_graph=True: this is an inner backward, such as that of a
+        # gradient penalty, and the outer one averages.
         if ddp.find_unused_parameters and not torch.is_grad_enabled():
             ddp._queue_finish()
 
@@ -496,8 +506,8 @@ def check_ready(ddp):
             "Expected to have finished reduction in the prior iteration: backward raised, or "
             f"did not reach {', '.join(names) or 'its end'}; try find_unused_parameters=True"
         )
-    # torch.func.functional_call puts tensors, or all parameters of another module, in place of the
-    # parameters. Their gradients stay on this rank, as in PyTorch.
+    # torch.func.functional_call() may replace all parameters. Gradients of the replacements stay on
+    # this rank, as in PyTorch.
     if ddp._bucket_of.keys().isdisjoint(ddp.module.parameters()):
         return
     for name, parameter in ddp.module.named_parameters():
@@ -514,7 +524,9 @@ def check_ready(ddp):
 
 def check_gradient(ddp, parameter):
     """Raise RuntimeError if the gradient is a second one, or if a hook has used it already."""
-    if parameter.grad is None or parameter._version != ddp._versions[parameter]:
+    versions = getattr(ddp, "_versions", {})  # Replica alone has none
+    version = versions.get(parameter, parameter._version)
+    if parameter.grad is None or parameter._version != version:
         raise RuntimeError(
             "a hook changed the parameter, or set .grad to None: until backward ends, .grad is the "
             "gradient of this rank alone, so step the optimizer after backward"

@@ -55,7 +55,23 @@ def one_input():
     return torch.ones(1, 1) + pool.rank()
 
 
-# ---- the idea
+# ---- the idea, and the technique alone
+
+
+@pytest.mark.parametrize("as_view", [False, True], ids=["copies", "views"])
+@pool.on(2)
+def test_the_technique_alone_trains_as_one_device(as_view):
+    plain = make_model("odd", F64)
+    replica = ddp.Replica(copy.deepcopy(plain), pool.group(), TINY, True, as_view)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, replica)]
+    for number in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        backward_on_one_device(plain, number)
+        backward(replica, number)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same_parameters(replica.module, plain, exact=True)
 
 
 @pool.on(3)
