@@ -12,8 +12,9 @@ Three things fail in 16 bits. Each has its remedy:
     an fp16 gradient below 2⁻¹⁴ loses bits, and one up to 2⁻²⁵ becomes zero       → loss scaling
     a sum, norm or exponential overflows at 65504 (fp16), or loses small terms    → autocast
 
-MixedPrecisionOptimizer is for the first two, autocast for the first and the third. Under autocast,
-fp16 also takes a GradScaler. bf16 needs no scale, because it has the range of fp32.
+MixedPrecisionOptimizer is for the first two. autocast is for the third, and also for the first,
+because its weights stay in fp32; with fp16, add a GradScaler for the second. bf16 needs no scale,
+because it has the range of fp32.
 
 Bytes per parameter with Adam, for Ψ parameters on N ranks:
 
@@ -24,15 +25,16 @@ Bytes per parameter with Adam, for Ψ parameters on N ranks:
 step() takes 4 more bytes per parameter while it runs, for fp32 gradients. A GradScaler also sends
 one number per step.
 
-Read section 1 for the idea (7 minutes), to section 4 for the technique (36), and the rest to use it
+Read section 1 for the idea (7 minutes), to section 4 for the technique (31), and the rest to use it
 as a library (46).
 
 Run:      torchrun --nproc-per-node 2 amp.py            (--idea trains with section 1 alone)
           python amp.py runs one rank
 Paper:    Micikevicius et al. 2018, Mixed Precision Training, arXiv 1710.03740
 Mirrors:  torch.amp.GradScaler, torch.autocast, Megatron's optimizer with float16 parameters
-Left out: fp8; bf16 without masters (arXiv 2010.06192); closures; autocast of recurrent layers, its
-          cache of cast weights, and torch.utils.checkpoint inside it
+Left out: fp8; bf16 without masters (arXiv 2010.06192); closures; an optimizer with gradients on
+          several devices; autocast of recurrent layers, its cache of cast weights, and
+          torch.utils.checkpoint inside it
 """
 
 # /// script
@@ -71,9 +73,9 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 def mixed_precision_step(loss, scale, model, masters, optimizer):
     """Make a step with fp16 weights in `model`, and their fp32 `masters` in `optimizer`.
 
-    `loss` is in fp32. With several ranks, hooks have already averaged the gradients (the demo's
-    average_in_backward()), so an inf on one rank is an inf on all. Return the scale for the next
-    step. Only section 2 lets it grow.
+    `loss` is in fp32. With several ranks, hooks must average each gradient in backward, as the
+    demo's average_in_backward() makes them do. Then an inf on one rank is an inf on all. Return the
+    scale for the next step. Only section 2 lets it grow.
     """
     (loss * scale).backward()  # backward is linear: every gradient is scaled
     for weight, master in zip(model.parameters(), masters, strict=True):
@@ -127,7 +129,7 @@ class LossScaler:
         if enabled:
             check_factors(growth_factor, backoff_factor, init_scale)
         self._state = {  # PyTorch's state dict
-            "scale": 1.0,  # if disabled; else update() below sets init_scale, rounded to fp32
+            "scale": 1.0,  # stays so if disabled; otherwise update() below sets init_scale
             "growth_factor": growth_factor,
             "backoff_factor": backoff_factor,
             "growth_interval": growth_interval,
@@ -158,7 +160,7 @@ class LossScaler:
         found_inf = unscale_grads(optimizer, self.get_scale())
         if dist.is_initialized():
             backends = dist.get_backend_config(self._process_group)  # such as "cuda:nccl"
-            if found_inf.device.type not in backends:  # gradients are on the CPU, the group is NCCL
+            if found_inf.device.type not in backends:  # such as CPU gradients, and NCCL alone
                 found_inf = found_inf.to(backends.partition(":")[0])
             dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=self._process_group)
         self._found_inf[optimizer] = found_inf.item()  # waits: the host must know whether to step
@@ -229,8 +231,14 @@ def real_elements(gradient):
 class MasterWeights:
     """Casts the model's weights to `dtype`. `optimizer` updates an fp32 master of each weight.
 
-    Each iteration: scale(loss).backward(); average the gradients; clip_grad_norm_(max_norm), if
-    wanted; step(), which calls scaler.update(); zero_grad().
+    One iteration, and who calls what:
+
+        scale(loss).backward()      then average the gradients
+        clip_grad_norm_(max_norm)   if wanted → unscale_
+        step()                      → unscale_, which returns at once if clip_grad_norm_() called it
+                                    → scaler.step → optimizer.step, if all gradients are finite
+                                    → scaler.update, write_model_params, optimizer.zero_grad
+        model.zero_grad()           the gradients in 16 bits, which step() leaves
 
     MixedPrecisionOptimizer, its subclass in section 5, also does without a scaler.
     """
@@ -238,7 +246,6 @@ class MasterWeights:
     def __init__(self, optimizer, dtype, scaler):
         self.optimizer = optimizer
         self.scaler = scaler
-        self.scale = scaler.scale  # the method: call optimizer.scale(loss)
         self._weights = []  # the model's parameters, in `dtype`
         self._masters = []  # an fp32 copy of each weight, in the same order
         self._unscaled = None  # (gradient, version) of each weight, from unscale_() to step()
@@ -247,13 +254,16 @@ class MasterWeights:
             for i, weight in enumerate(group["params"]):
                 wide = torch.promote_types(weight.dtype, torch.float32)  # float64 stays
                 master = weight.detach().to(wide, copy=True)
-                if weight.is_floating_point():  # there is no complex bf16
+                if weight.is_floating_point():  # complex weights keep their dtype
                     weight.data = weight.data.to(dtype)
                 self._weights.append(weight)
                 self._masters.append(master)
                 group["params"][i] = master
         # The state was that of the weights. Now it is that of the masters, with momenta in fp32.
         optimizer.load_state_dict(state)
+
+    def scale(self, outputs):
+        return self.scaler.scale(outputs)
 
     @torch.no_grad()
     def unscale_(self):
@@ -320,8 +330,8 @@ class autocast(ContextDecorator, TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if self.enabled:
-            check_no_checkpoint()  # it calls us once, and would recompute without this mode
-        if name in LOW_PRECISION:
+            check_no_checkpoint()  # torch.utils.checkpoint would recompute without this mode
+        if name in LOW_PRECISION:  # this and the other two lists end section 5
             dtype = self.dtype
         elif name in FP32 or name.endswith("_loss") or promotes(name, (args, kwargs)):
             dtype = torch.float32
@@ -335,7 +345,7 @@ class autocast(ContextDecorator, TorchFunctionMode):
         if self.enabled and kwargs.get("out") is None:  # PyTorch too leaves calls with out= alone
             check_can_cast(name)
             args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
-        # Hides the call from an outer autocast. A disabled inner one must do so too.
+        # Hides the call from an outer autocast, even if this one is disabled.
         with torch._C.DisableTorchFunction():
             return func(*args, **kwargs)
 
@@ -393,10 +403,11 @@ class MixedPrecisionOptimizer(MasterWeights, torch.optim.Optimizer):
     """MasterWeights as an optimizer of PyTorch.
 
     Without a scaler, a rank checks only its own gradients. If the ranks hold parts of one model,
-    give a scaler in bf16 too, so that all skip the same steps. With fused=True and no scaler, the
+    give a scaler, even in bf16, so that all skip the same steps. With fused=True and no scaler, the
     optimizer's kernel itself skips the step, so the host does not wait for the GPU. Frozen
     parameters and buffers keep their dtype: cast them yourself. Complex parameters keep theirs. A
-    model with batch norms needs autocast.
+    model with batch norms needs autocast, because batch norm refuses 16-bit weights with its fp32
+    statistics.
     """
 
     _is_new = True  # until write_model_params()
@@ -416,7 +427,8 @@ class MixedPrecisionOptimizer(MasterWeights, torch.optim.Optimizer):
         """Copy to its master each weight that was written since write_model_params().
 
         Otherwise step() would undo what other code, such as model.load_state_dict(), writes. A
-        write to weight.data is not noticed after the first step(): call reload_model_params().
+        write to weight.data raises an error in the first step(), and later none notices it: call
+        reload_model_params() after it.
         """
         all_weights = zip(self._weights, self._masters, self._versions, strict=True)
         for weight, master, version in all_weights:
@@ -443,9 +455,7 @@ class MixedPrecisionOptimizer(MasterWeights, torch.optim.Optimizer):
             super()._step_if_finite()
             return
         gradients = [master.grad for master in self._masters if master.grad is not None]
-        gradients = [
-            gradient for gradient in gradients if gradient.numel()
-        ]  # others have no maximum
+        gradients = [gradient for gradient in gradients if gradient.numel()]  # [] has no maximum
         # The largest element. A sum of squares would overflow for finite elements.
         is_finite = nn.utils.get_total_norm(gradients, torch.inf).isfinite()
         if self.defaults.get("fused"):  # its kernels read found_inf, and then change nothing

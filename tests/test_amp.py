@@ -302,6 +302,21 @@ def test_gradients_stay_until_zero_grad():
     bitwise(bias, before - 0.1 - 0.1)
 
 
+def test_the_technique_alone_trains_bitwise_as_its_subclass():
+    model, optimizer = start(scaler=amp.GradScaler(init_scale=8.0))
+    alone = make_model("plain")
+    inner = OPTIMIZERS["sgd"](alone.parameters())
+    masters = amp.MasterWeights(inner, BF16, amp.LossScaler(init_scale=8.0))
+    for number in range(3):
+        for each, stepper in [(model, optimizer), (alone, masters)]:
+            loss = loss_of(each(make_batch(0, number, BF16)).float())
+            stepper.scale(loss).backward()
+            stepper.clip_grad_norm_(0.1)
+            stepper.step()
+            each.zero_grad()
+        bitwise(flat(alone.parameters()), flat(model.parameters()))
+
+
 def test_training_resumes_bitwise():
     scalers = [amp.GradScaler("cpu", scale) for scale in (4.0, 2.0**10)]
     saved, resumed = (start("tied", "adamw", F16, scaler, seed=5) for scaler in scalers)
