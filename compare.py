@@ -191,8 +191,7 @@ class Recording:
         yield optimizers.register_optimizer_step_pre_hook(self.before_step)
         yield optimizers.register_optimizer_step_post_hook(self.after_step)
         # A list of stages is not called itself, but its members are.
-        is_list = isinstance(self.model, nn.ModuleList)
-        for module in self.model if is_list else [self.model]:
+        for module in self.model if isinstance(self.model, nn.ModuleList) else [self.model]:
             yield module.register_forward_pre_hook(self.before_forward)
         # Two modules may have one name if one wraps the other. The inner one comes later.
         modules = {self.renamed(name): module for name, module in self.model.named_modules()}
@@ -431,8 +430,7 @@ class Comparison:
         fits = []
         for join in ways if len(shapes) == 1 else ():
             whole = join(one)
-            of_noise = [join(calls) for calls in noises]
-            sample = Sample(kind, whole, parts, of_noise, axes, may_be_permuted)
+            sample = Sample(kind, whole, parts, [*map(join, noises)], axes, may_be_permuted)
             self.measure(result.key, sample)
             if kind == "backward" and whole.numel() > 1:
                 sample.factor = self.factors.get(step, 1.0)
@@ -714,8 +712,10 @@ class Sample:
                 return
 
     def fit(self, layout, tensor, scale):
-        distance = difference(tensor / scale, self.whole).abs() - self.slack
-        error = norm(distance.clamp(min=0.0)) / self.unit
+        distance = difference(tensor / scale, self.whole)
+        if self.kind == "value":
+            distance = (distance.abs() - self.slack).clamp(min=0.0)
+        error = norm(distance) / self.unit
         return Fit(min(math.inf, error), layout, scale, tensor, self)  # NaN becomes infinite
 
     def right_places(self):
@@ -753,7 +753,7 @@ def joins(parts, axes, whole, kind):
         for place, tensor in parts.items():
             groups[place[:number] + place[number + 1 :]].append(tensor)
         group, *_ = groups.values()
-        for how, join in ways_to_join(group, whole, kind, others.values()):
+        for how, join in ways_to_join(group, whole, kind, others):
             if number and how in ("same", "sum", "mean"):
                 continue  # after the axes before this one they give the same
             try:
@@ -765,8 +765,8 @@ def joins(parts, axes, whole, kind):
                 yield here | layout, tensor
 
 
-def ways_to_join(group, whole, kind, sizes):
-    """Yield (how, function that joins the tensors along an axis). `sizes` of the other axes."""
+def ways_to_join(group, whole, kind, others):
+    """Yield (how, function that joins the tensors along an axis). `others` are the other axes."""
     first = group[0]
     is_activation = kind in ("forward", "backward")
     if all(tensor.shape == first.shape for tensor in group):
@@ -781,8 +781,9 @@ def ways_to_join(group, whole, kind, sizes):
             for cut in CUTS:
                 how = "cat" if cut == (1,) else "parts"
                 yield f"{how} {dim}", functools.partial(in_pieces, dim=dim, cut=cut)
-    for shape in () if is_activation else slices_of(whole.shape, sizes):
-        yield "flat", functools.partial(flatten, shape=shape)
+    if not is_activation and "micro-batches" in others:  # parameters have one, which is last
+        for shape in slices_of(whole.shape, others.values()):
+            yield "flat", functools.partial(flatten, shape=shape)
 
 
 def same(group):
@@ -856,9 +857,8 @@ def origin_of(comparison):
         return None
     result = wrong[0]
     # A rank that took fewer steps seems to call a module twice in one.
-    last = results[-1].step
     pages = enumerate(comparison.runs.ranks)
-    late = [rank for rank, page in pages if max(page["tensors"])[0] < last]
+    late = [rank for rank, page in pages if max(page["tensors"])[0] < results[-1].step]
     if late and result.kind == "forward":
         note = f"{ranks_in_words(late)} took no step of the optimizer"
         return Result(result.step, "value", results[0].name, note=note, state="wrong")
@@ -890,8 +890,10 @@ def origin_of_scales(result, comparison):
         return result
     loss = next(each for each in of_step if each.kind == "backward")  # backward's first
     loss.state = "wrong"
-    words = f"{times(common)} the right ones"
-    loss.note = f"all gradients are {words}, from the loss on: divide it by {common:.4g}"
+    loss.note = (
+        f"all gradients are {times(common)} the right ones, from the loss on: "
+        f"divide it by {common:.4g}"
+    )
     return loss
 
 
