@@ -300,6 +300,8 @@ class DistributedDataParallel(Replica):
     """
 
     _comm_hook = None  # or (state, hook), which replaces the all-reduce
+    # True if _finish_with_unused() runs at the end of this backward. It stays True if one raises.
+    _finish_is_queued = False
 
     def __init__(
         self,
@@ -420,6 +422,8 @@ class DistributedDataParallel(Replica):
 
     def __setstate__(self, state):
         super().__setstate__(state)
+        if not self._comm_hook:
+            self._divisor = dist.get_world_size(self.process_group)  # a pickle may be of others
         self._make_buckets()
 
 
@@ -433,7 +437,6 @@ def hook_outputs(ddp, output):
     backward 2             averages, and its end clears _will_average
     backward 1             pre_backward() sets it again, so this averages, too
     """
-    # True if _finish_with_unused() runs at the end of this backward. It stays True if one raises.
     ddp._finish_is_queued = False
 
     def pre_backward(_):  # a tensor's hook gets its gradient

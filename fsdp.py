@@ -729,19 +729,22 @@ class LibrarySchedule(Schedule):
 class LibraryUnit(Unit):
     """A Unit that may be called for evaluation, in autocast, and by a compiled module."""
 
+    is_checked = False
+
     @torch.compiler.disable
     def pre_forward(self, module, args, kwargs):
         schedule = self.schedule
         if schedule.outermost is None and not in_backward():
             if schedule.backward_is_running:
                 raise RuntimeError("an earlier backward raised an error; nothing is right after it")
-            if not schedule.next_unit:  # the first forward
+            # A forward without a backward leaves units gathered, and the shards may have changed.
+            schedule.reshard_all()
+            if not self.is_checked:  # the first forward
                 for name, parameter in module.named_parameters():
                     # Of those that were added after fully_shard, each rank would train its own.
                     sharded_parameter(name, parameter)
+                self.is_checked = True
             schedule.outermost = self
-            # A forward without a backward leaves units gathered, and the shards may have changed.
-            schedule.reshard_all()
         return super().pre_forward(module, args, kwargs)
 
     def prepare_input(self, tensor):

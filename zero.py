@@ -1207,7 +1207,8 @@ def check_create_graph(optimizer):
 
 
 def check_output(module, args, output):
-    if isinstance(output, Iterator) and torch.is_grad_enabled():
+    own = list(module.parameters(recurse=False))  # modules inside have hooks of their own
+    if own and isinstance(output, Iterator) and torch.is_grad_enabled():
         raise TypeError(
             f"{type(module).__name__} returns an iterator, in which Zero3 cannot see the tensors "
             "backward will reach: return a list"

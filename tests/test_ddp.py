@@ -329,6 +329,19 @@ def test_a_loss_that_is_an_attribute_is_averaged():
     assert model.module.bias.grad is None
 
 
+class BackwardInForward(nn.Linear):
+    def forward(self, x):
+        (self.weight * x).sum().backward()
+        return x
+
+
+@pool.on(2)
+def test_a_backward_inside_the_forward_is_averaged():
+    model = wrap(BackwardInForward(1, 1), find_unused_parameters=True)
+    model(one_input())
+    assert model.module.weight.grad.item() == 1.5
+
+
 # ---- hooks of users
 
 
@@ -503,6 +516,15 @@ def test_a_copy_averages_its_own_gradients(copied):
         backward(model, step)
     backward_on_one_device(plain, 0, 1)
     assert_same_parameters(model.module, plain, exact=False)
+
+
+@pool.on(4)
+def test_a_pickle_may_be_loaded_by_another_number_of_ranks():
+    original = ddp.DDP(nn.Linear(1, 1))
+    original._divisor = 2  # as if two ranks had made it
+    model = pickled(original)
+    model(one_input()).backward()
+    assert model.module.weight.grad.item() == 2.5
 
 
 def fill_with_seven(state, bucket):

@@ -901,6 +901,14 @@ def parameter_added_later(unit):
     unit(make_batch(0, 0))
 
 
+def parameter_added_after_a_block_ran(unit):
+    model = nn.Sequential(unit, nn.Linear(2, 2))
+    fully_shard(model)
+    unit(make_batch(0, 0))
+    model.scale = nn.Parameter(torch.ones(()))
+    model(make_batch(0, 0))
+
+
 class Writes(nn.Linear):
     def forward(self, x):
         with torch.no_grad():
@@ -973,6 +981,7 @@ WRONG = {
     step_before_backward_without_resharding: "step after backward",
     gradient_penalty: "create_graph=True",
     parameter_added_later: "scale is in no unit",
+    parameter_added_after_a_block_ran: "scale is in no unit",
     write_in_forward: "forward wrote to Writes.weight",
     norm_type_zero: "positive number, or inf",
     moved: r"Linear\.weight was moved",
