@@ -681,6 +681,27 @@ def test_random_numbers_differ_in_a_parallel_region_and_agree_after_it():
     assert alike(torch.rand(3))
 
 
+def body_dropout_draws_as_on_one_device(is_training):
+    plain = nn.Sequential(nn.Dropout()).train(is_training)
+    ours = split(plain, {"0": "dropout"})
+    x = randn((4, 8))
+    results = []
+    for dropout in (plain, ours):
+        torch.manual_seed(3)
+        y = dropout(x)
+        results.append([y, torch.rand(3)])
+    bitwise(*results)
+
+
+@pytest.mark.parametrize(
+    ("N", "is_training"),
+    [(1, True), (2, False)],
+    ids=["one rank", "evaluation"],
+)
+def test_on_one_rank_and_in_evaluation_dropout_draws_what_one_device_draws(N, is_training):
+    pool.run(N, body_dropout_draws_as_on_one_device, is_training)
+
+
 # ---- errors
 
 
