@@ -22,19 +22,19 @@ the scale of the experts' gradients wrong:
                              same expert
 
 Cost per rank, layer and step, in elements, for Ψe parameters of an expert, T tokens of a rank, and
-the hidden size h. An optional capacity limits an expert to C rows from each rank:
+the hidden size h. An optional capacity pads or cuts each expert's rows of a rank to C:
 
                       parameters   sent forward             sent backward
     one device        E·Ψe         0                        0
     expert parallel   (E/N)·Ψe     2kTh(N-1)/N on average   the same
     with capacity     (E/N)·Ψe     2ECh(N-1)/N              the same
 
-The average is over routings: a rank sends (a + b)h elements for a rows to other ranks and b
-results. Ranks also exchange 8E(N-1)/N bytes of counts, for which the host waits once. Reading
-aux_loss or z_loss all-reduces 2E + 1 numbers.
+A rank that sends a rows and b results to other ranks sends (a + b)h elements. Over routings, a and
+b average kT(N-1)/N. Ranks also exchange 8E(N-1)/N bytes of counts, for which the host waits once.
+Reading aux_loss or z_loss all-reduces 2E + 1 numbers.
 
-Read section 1 for the idea (13 minutes), to section 3 for the technique (46), and the rest to use
-it as a library (66).
+Read section 1 for the idea (11 minutes), to section 3 for the technique (38), and the rest to use
+it as a library (63).
 
 Run:      torchrun --nproc-per-node 2 expert_parallel.py
 Papers:   Lepikhin et al. 2020, GShard, arXiv 2006.16668; Fedus et al. 2021, Switch, 2101.03961;
@@ -149,7 +149,9 @@ class Experts(nn.Module):
 
     def __init__(self, num_experts, hidden, ffn_hidden):
         super().__init__()
-        self.groups = None  # Groups, after parallelize()
+        # After parallelize(), the process groups of this rank, a `Groups` of section 3. Its `axes`
+        # begins with the N ranks that share the experts.
+        self.groups = None
         # After parallelize(), the ranks that hold other experts. ddp.py, zero.py and fsdp.py refuse
         # to average over them.
         self.differ_between_ranks = []
@@ -197,7 +199,7 @@ class RoutedExperts(nn.Module):
         self.gate = Router(hidden, num_experts, bias=False)
         self.experts = Experts(num_experts, hidden, ffn_hidden)
 
-    def forward(self, x, mask=None):  # the mask is for MoE
+    def forward(self, x, mask=None):  # MoE leaves masked tokens out of its balance
         tokens = x.reshape(-1, x.shape[-1])  # (tokens, hidden)
         weights, chosen = self.route(tokens, mask)
         slots, counts, num_slots = self.assign_slots(chosen)
@@ -213,6 +215,7 @@ class RoutedExperts(nn.Module):
     def route(self, tokens, mask=None):
         """Return the weights and the indices of each token's experts, both (tokens, k)."""
         logits = self.gate(tokens)
+        # Router's are in fp32, but another module may be in its place.
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         probabilities = logits.softmax(-1)
         chosen = self.choose(logits, probabilities, mask)
@@ -250,21 +253,22 @@ class RoutedExperts(nn.Module):
         from_ranks = received_counts.sum(1).tolist()
         rows = AllToAllRows.apply(rows, to_ranks, from_ranks, group)
         # Received rows are sorted by sender, then by expert.
-        experts = torch.ones_like(received).cumsum(1).flatten()  # 1, 2, … for each sender
+        experts = torch.ones_like(received).cumsum(1).flatten()  # number of each count's expert
         of_rows = experts.repeat_interleave(received.flatten(), output_size=len(rows))
         order = of_rows.argsort(stable=True)
         results = self.experts(rows[order], received_counts.sum(0).tolist())
         by_sender = results[order.argsort()]
-        # An expert adds up the gradients of N ranks' losses. So backward divides by N before the
-        # expert. After it, a row needs the gradient of its own rank's loss again.
-        divisor = groups.divisors[0]  # N, or 1 if the loss is a sum
-        scale_gradient(by_sender, 1 / divisor)
-        scale_gradient(rows, divisor)
+        # An expert adds up the gradients of N ranks' losses. So backward divides them by N on the
+        # way into the expert. It multiplies by N on the way out, because a row needs the gradient
+        # of its own rank's loss.
+        divisor = groups.divisors[0]  # of this group: N, or 1 if the loss is a sum
+        scale_in_backward(by_sender, 1 / divisor)
+        scale_in_backward(rows, divisor)
         return AllToAllRows.apply(by_sender, from_ranks, to_ranks, group)
 
 
-def scale_gradient(tensor, factor):
-    """Multiply the gradient of `tensor` by `factor`, in backward."""
+def scale_in_backward(tensor, factor):
+    """Let backward multiply the gradient of `tensor` by `factor`."""
 
     def scale(gradient):
         check_no_second_derivative()
@@ -312,7 +316,7 @@ def broadcast(tensor, groups):
     # First over edp_group, if there is one: then rank 0 of every process_group has the same values.
     for group in reversed(groups.axes):
         dist.broadcast(values, group=group, group_src=0)
-    # After expand(), a dimension of stride 0 has one element in memory. Write it once.
+    # An expanded tensor has one element in memory for a dimension of stride 0. Write it once.
     elements = tuple(slice(None if stride else 1) for stride in tensor.stride())
     tensor[elements] = values[elements]
 
@@ -353,6 +357,7 @@ def average_gradients(module, process_group=None, edp_group=None):
     Averaging twice changes nothing. After parallelize(..., loss="sum") this adds up: call it once.
     If no rank used a parameter, its gradient becomes zeros, and AdamW decays it.
     """
+    # The groups of the layers, from parallelize(), win: these are for a module without experts.
     split, groups = split_parameters(module, Groups(process_group, edp_group))
     replicated = []  # gradients
     of_experts = []
@@ -371,7 +376,7 @@ def average_gradients(module, process_group=None, edp_group=None):
 
 def average(gradients, axes):
     """Replace the gradients by their means over these groups, in few collectives."""
-    for some in torch._utils._take_tensors(gradients, 2**25):  # of one dtype, up to 32 MB
+    for some in torch._utils._take_tensors(gradients, 2**25):  # of one dtype, up to 32 MiB
         flat = torch.cat([gradient.flatten() for gradient in some])
         for group, divisor in axes:
             flat /= divisor
@@ -391,12 +396,13 @@ class MoE(RoutedExperts):
     top_k                experts per token; their probabilities weight their results
     norm_topk_prob       divide the weights of a token by their sum (Mixtral), unless top_k is 1
     num_shared_experts   experts that see every token (DeepSeekMoE), as one wide expert
-    capacity_factor      limits the rows of an expert: see assign_slots()
+    capacity_factor      an expert gets C = ceil(factor · top_k · tokens / E) rows from each rank
     bias_update_rate     balances the experts by a bias: call update_bias() once a step
 
     After a forward, aux_loss (Switch's, which is 1 if the experts are balanced) and z_loss
     (ST-MoE's, which keeps logits small) are those of all ranks' tokens. Add them to the loss, with
-    a weight. They and the bias count only tokens whose `mask`, (…), is True or 1.
+    a weight. They and the bias count only tokens whose `mask`, of the shape of x without hidden, is
+    True or 1. The others go through the experts, too, and take slots of a capacity.
     """
 
     routing = None  # of the last forward: logits, how often experts were chosen, masked tokens
@@ -427,7 +433,7 @@ class MoE(RoutedExperts):
         self.register_buffer("bias", bias, persistent=bias_update_rate is not None)
 
     def forward(self, x, mask=None):
-        check_router_logits()  # transformers cannot record those of this router
+        check_router_logits()  # an error if transformers should record this router's logits
         output = super().forward(x, mask)
         if self.shared_experts is not None:
             tokens = x.reshape(-1, x.shape[-1])

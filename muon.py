@@ -26,8 +26,8 @@ Muon also all-reduces one byte per matrix. During step() it holds copies of grad
 of updates, 4Ψ. ShardedMuon sends its bytes in addition to FSDP's.
 
 Muon is bitwise equal to torch.optim.Muon on one device that adds up the ranks' gradients in rank
-order and then divides by N. So are stacks and ShardedMuon in fp32. In 16 bits, kernels round the
-end of a tensor differently, and a stack or a shard ends elsewhere.
+order and then divides by N. In fp32, a stack of matrices (E, m, n) and ShardedMuon are so, too. In
+16 bits, kernels round the end of a tensor differently, and a stack or a shard ends elsewhere.
 
 Muon is for the matrices of hidden layers. Train embeddings, the head, norms and biases by AdamW:
 
@@ -35,7 +35,7 @@ Muon is for the matrices of hidden layers. Train embeddings, the head, norms and
     adamw = Zero1(model, torch.optim.AdamW, params=others)     # averages gradients, too
     adamw = torch.optim.AdamW(others)                          # instead, if `model` is in DDP
 
-The experts of expert_parallel.py are stacks (E, m, n), and other ranks have others. Call its
+With expert_parallel.py, each rank has stacks (E, m, n) of its own experts. Call its
 average_gradients(), and give them a Muon whose process_group has the ranks with the same experts,
 or this rank alone.
 
@@ -48,7 +48,7 @@ Left out: complex matrices; convolutions; a stack with several owners; sparse gr
           need; 16-bit master weights (amp.py)
 
 Read section 1 for the idea (9 minutes), to section 3 for the technique (26), and the rest to use
-it as a library (32).
+it as a library (48).
 """
 
 # /// script
@@ -201,12 +201,13 @@ class Muon(torch.optim.Optimizer):
 
     All ranks begin with rank 0's parameters. A matrix is updated if any rank has a gradient for it.
     Ranks without one send zeros. step() does not change .grad. A parameter of shape (E, m, n) is a
-    stack of E matrices, and has one owner. So leave out the weights of nn.Conv1d. To clip, call
-    clip_grad_norm_() of this file: that of torch.nn.utils clips own gradients before their mean.
+    stack of E matrices, and has one owner. Leave out nn.Conv1d: its weight would be taken for a
+    stack. To clip, call clip_grad_norm_() of this file: that of torch.nn.utils clips own gradients
+    before their mean.
 
     `state` has only the momenta of own matrices. state_dict() has all, on every rank, in the form
-    of torch.optim.Muon. An inf or NaN in a gradient spoils the momentum for good, as there.
-    GradScaler of amp.py skips such steps on all ranks.
+    of torch.optim.Muon. An inf or NaN in a gradient spoils the momentum for good, as in
+    torch.optim.Muon. GradScaler of amp.py skips such steps on all ranks.
     """
 
     _given = {}  # the shapes of ShardedMuon, in section 4, which overrides four methods
@@ -250,7 +251,7 @@ class Muon(torch.optim.Optimizer):
         self._any_matrix = next(iter(self._options))
 
     def _start(self):
-        # {parameter: number of its elements on each rank}
+        # {parameter: number of its elements on each rank}. Ranks of ShardedMuon have only parts.
         self._numels = {p: [p.numel()] * self.N for p in self._options}
         for parameter in self._options:
             values = parameter.data.contiguous()
@@ -265,6 +266,7 @@ class Muon(torch.optim.Optimizer):
         used = self._find_used()
         parts = self._send_to_owners(used)
         updates = self._compute_updates(parts)
+        del parts  # frees the gradients before the updates travel
         self._apply_updates(used, updates)
 
     def _find_used(self):
@@ -282,7 +284,8 @@ class Muon(torch.optim.Optimizer):
         outgoing = [[self._part_for_owner(p) for p in matrices] for matrices in used]
         numels = [[self._numels[p][rank] for p in own] for rank in range(self.N)]
         received = self._exchange(outgoing, numels)
-        parts = {}
+        # `received` has rank 0's tensors for all of `own`, then rank 1's for all of `own`, …
+        parts = {}  # they are whole gradients here, and parts of momenta in ShardedMuon
         for index, parameter in enumerate(own):
             parts[parameter] = received[index :: len(own)]
         return parts
@@ -297,11 +300,12 @@ class Muon(torch.optim.Optimizer):
 
         They are flat. Those from rank r have numels[r] elements.
         """
-        # cat() needs a tensor, but a rank may own nothing, and so have no update to send. This one
-        # is bfloat16, as updates are. With it, cat() makes float16 gradients float32.
-        parts = [self._any_matrix.new_empty(0, dtype=torch.bfloat16)]
-        parts += [tensor.reshape(-1) for tensor in itertools.chain(*outgoing)]
-        flat = torch.cat(parts)
+        # An empty tensor comes first, because a rank that owns nothing has no update to send. It is
+        # in bfloat16: with it, cat() leaves updates in bfloat16, and makes float16 gradients
+        # float32.
+        pieces = [self._any_matrix.new_empty(0, dtype=torch.bfloat16)]
+        pieces += [tensor.reshape(-1) for tensor in itertools.chain(*outgoing)]
+        flat = torch.cat(pieces)
         to_send = [sum(tensor.numel() for tensor in tensors) for tensors in outgoing]
         to_receive = [sum(each) for each in numels]
         received = flat.new_empty(sum(to_receive))
@@ -328,11 +332,11 @@ class Muon(torch.optim.Optimizer):
         # A sum in 16 bits would round each time, and in float16 overflow at 65504.
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         total = sum(gradient.to(dtype) for gradient in gradients)  # in rank order, as on one device
-        mean = torch.empty_like(parameter)  # has its strides, by which matrix products round
+        mean = torch.empty_like(parameter)  # has its strides: kernels round differently for others
         return mean.copy_(total.div_(self.N).view(mean.shape))
 
     def _parts_for_ranks(self, parameter, update):
-        return [update] * self.N
+        return [update.contiguous()] * self.N  # otherwise _exchange() would make N copies
 
     def _apply_updates(self, used, updates):
         """Send the updates to all ranks, which apply them."""
@@ -341,7 +345,7 @@ class Muon(torch.optim.Optimizer):
         for parameter, flat in zip(itertools.chain(*used), received, strict=True):
             update = flat.view(parameter.shape)
             if parameter.ndim > 1 and parameter.size(-2) > parameter.size(-1):
-                # The strides of orthogonalize(), because 16-bit kernels round by strides.
+                # orthogonalize() returned it transposed, and 16-bit kernels round by strides.
                 update = update.mT.contiguous().mT
             options = self._options[parameter]
             apply_update(parameter, update, self._shapes[parameter], options)
@@ -383,8 +387,9 @@ class ShardedMuon(Muon):
     """Muon for parameters of which each rank has a part, as after fully_shard() of fsdp.py.
 
     `shapes` is {parameter: shape of the whole matrix, or stack}. The parts, some perhaps empty,
-    follow each other in the flattened matrix in the order of the ranks. Their .grad is that of the
-    mean gradient. Here, state_dict() is only this rank's part: save and load fsdp.shards().
+    follow each other in the flattened matrix in the order of the ranks. A part's .grad is the same
+    part of the mean gradient. Here, state_dict() is only this rank's part: save and load
+    fsdp.shards().
 
         shapes = {name: p.shape for name, p in model.named_parameters()}    # before fully_shard()
         shapes = {p: shapes[name] for name, p in model.named_parameters()}  # after it
@@ -508,7 +513,7 @@ def check_matrices(optimizer):
     shapes = optimizer._shapes
     facts = [repr(optimizer)]  # has the options of all groups
     for parameter, shape in shapes.items():
-        facts.append(f"{shape}, {parameter.dtype}, {is_part(optimizer, parameter)=}")
+        facts.append(f"{shape}, {parameter.dtype}, a part: {is_part(optimizer, parameter)}")
     check_same_on_all_ranks("matrices and options", facts, optimizer.process_group)
     for parameter, group in optimizer._options.items():
         shape = shapes[parameter]
@@ -531,6 +536,7 @@ def check_matrices(optimizer):
 
 def is_part(optimizer, parameter):
     """Whether this is a slice of a matrix, or a stack of which other ranks have other matrices."""
+    # Set by tensor_parallel.py and expert_parallel.py: the ranks that hold other values of it.
     ranks = set(getattr(parameter, "differ_between_ranks", ()))
     if parameter.ndim == 3:
         group = optimizer.process_group or dist.group.WORLD

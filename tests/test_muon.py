@@ -15,6 +15,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from claims.training import one_device
 from shared import Collectives, fake_world, loss_of, make_batch, randn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import expert_parallel
 import fsdp
@@ -313,6 +315,45 @@ def test_six_bytes_are_sent_and_four_held_for_each_element():
     assert sent_bytes == 6 * psi * (N - 1)
     assert sum(held) == psi
     assert max(held) <= 1.25 * psi / N
+
+
+class HeldInExchange(TorchDispatchMode):
+    """The bytes of tensors other than `given` that live during each all-to-all."""
+
+    def __init__(self, given):
+        super().__init__()
+        self.given = [tensor.data_ptr() for tensor in given]
+        self.made = {}  # {weak reference to a storage: its bytes}
+        self.bytes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "alltoall_base" in func.__name__:
+            alive = [nbytes for storage, nbytes in self.made.items() if not storage.expired()]
+            self.bytes.append(sum(alive))
+        result = func(*args, **(kwargs or {}))
+        storage = result.untyped_storage() if torch.is_tensor(result) else None
+        if storage and storage.data_ptr() not in self.given:
+            self.made[StorageWeakRef(storage)] = storage.nbytes()
+        return result
+
+
+@pytest.mark.cpu
+def test_a_step_holds_copies_of_the_gradients_and_after_them_only_of_the_updates():
+    N = 4
+    parameters = matrices(*[(64, 16)] * 8)
+    psi = 8 * 64 * 16
+    with fake_world(N, 0):
+        optimizer = Muon(parameters)
+        for matrix in parameters:
+            matrix.grad = torch.ones_like(matrix)
+        optimizer.step()  # makes the momenta
+        gradients = [matrix.grad for matrix in parameters]
+        momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
+        with HeldInExchange(gradients + momenta) as held:
+            optimizer.step()
+    of_gradients, of_updates = held.bytes
+    assert 8 * psi <= of_gradients <= 8.1 * psi
+    assert 4 * psi <= of_updates <= (4 + 2 / N) * psi + 0.1 * psi
 
 
 # ---- ShardedMuon
