@@ -728,7 +728,8 @@ def add_hooks(layer, pad, gather_output, input_is_parallel):
     if isinstance(layer, ColumnParallelLinear) and pad:
         layer.register_forward_hook(after_head)
     if isinstance(layer, VocabParallelEmbedding):
-        layer.register_forward_hook(after_embedding, prepend=True)  # the user's hooks see its x
+        # First: the user's hooks see its x.
+        layer.register_forward_hook(after_embedding, prepend=True, with_kwargs=True)
     if gather_output:
         layer.register_forward_hook(gather_output_of)
 
@@ -753,9 +754,9 @@ def after_head(layer, inputs, logits_shard):
         latest["head"] = layer
 
 
-def after_embedding(layer, inputs, x):
+def after_embedding(layer, inputs, kwargs, x):
     """Give the row of padding_idx no gradient. On a GPU unknown tokens are NaN."""
-    (tokens,) = inputs
+    (tokens,) = (*inputs, *kwargs.values())
     if x.requires_grad and layer.padding_idx is not None:
         is_padding = (tokens == layer.padding_idx).unsqueeze(-1)
         x.register_hook(lambda gradient: gradient.masked_fill(is_padding, 0.0))

@@ -394,6 +394,14 @@ def test_an_embedding_has_the_gradients_of_one_device(kind):
     assert_same_model(ours, plain)
 
 
+@pool.on(2)
+def test_tokens_of_an_embedding_may_be_given_by_name():
+    embedding = nn.Embedding(6, 4, padding_idx=4)
+    ours = split(nn.Sequential(embedding), {"0": "vocab"})[0]
+    tokens = torch.tensor([4, 3, 0])
+    assert torch.equal(ours(tokens=tokens), embedding(tokens))
+
+
 # ---- the loss and the head
 
 
