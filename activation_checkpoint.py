@@ -355,6 +355,8 @@ def checkpoint_sequential(layers, segments, x):
     tensor, k - 1 + l/k tensors are kept. Their number is smallest for k = √l (Chen et al., section
     4.1). A transformer layer saves many times the size of its input, so k = l is usually better.
     """
+    if segments < 1:
+        raise ValueError(f"segments={segments} of {len(layers)} layers; give 1 to {len(layers)}")
     starts = [len(layers) * i // segments for i in range(segments)]
     for start, end in itertools.pairwise(starts):
         x = checkpoint(run_layers, layers[start:end], x)

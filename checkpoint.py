@@ -414,15 +414,16 @@ class BackgroundSave:
         rank, mine, index = share_out(root, pieces, extra, process_group)
         world_size = dist.get_world_size(process_group) if dist.is_initialized() else 1
         copies = []
-        # All ranks learn of an error here. In the thread, rank 0 would wait for the note in vain.
-        on_all_ranks(process_group, self.prepare, rank, mine, copies)
         thread = ThreadPoolExecutor(1)  # the end of the process waits for it
+        # All ranks learn of an error here. In the thread, rank 0 would wait for the note in vain.
+        on_all_ranks(process_group, self.prepare, rank, mine, copies, thread)
         save = thread.submit(self.save, rank, world_size, copies, index)
         self.result = save.result  # a method: waits, and raises the thread's error
         unfinished[root] = self
 
-    def prepare(self, rank, pieces, copies):
+    def prepare(self, rank, pieces, copies, thread):
         """Make this rank's note, while there is space for it. Append host copies to `copies`."""
+        thread.submit(int)  # does nothing, but starts the thread, which may fail, too
         folder = self.root / "tmp"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{rank}.tmp").touch()

@@ -463,6 +463,11 @@ def test_a_transformer_layer_keeps_the_bytes_of_the_docstring(way):
     assert flops.get_total_flops() == 2 * s * b * (3 * PRODUCTS * l + again)
 
 
+def test_no_segments_are_an_error():
+    with pytest.raises(ValueError, match="segments=0 of 2 layers"):
+        ac.checkpoint_sequential([torch.sin] * 2, 0, torch.ones(1))
+
+
 @pool.on(2)
 def test_a_policy_keeps_no_collective_and_nothing_that_one_writes_into():
     w = torch.tensor(pool.rank() + 1.0, requires_grad=True)

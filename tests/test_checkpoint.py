@@ -344,6 +344,7 @@ BEGINNINGS = {
     "folder": (checkpoint.Path, "mkdir"),
     "note": (checkpoint.Path, "touch"),
     "copy": (checkpoint, "host_copy"),
+    "thread": (threading.Thread, "start"),
 }
 
 
