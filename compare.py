@@ -22,7 +22,7 @@ errors. Up to 8 units are rounding: correct runs stay below 2 in most cases.
         recording.see("loss", loss)                    # any tensor may be shown so
         loss.backward()
         optimizer.step()
-    with record("runs/noise", model, noise=1):         # the same steps on one device, from anew
+    with record("runs/noise", model, noise=1):         # the same steps on one device once more
 
     python compare.py runs/one runs/eight --noise runs/noise --grid dp=2,tp=4
 
@@ -33,14 +33,14 @@ Cost: recording copies each tensor to host memory, which takes the bytes of all 
 three times those of the parameters for each step. compare reads tensor by tensor. A tensor costs
 some passes over its numbers for each layout that has its shape.
 
-Read section 1 for the idea (10 minutes), to section 7 for the technique (35), and the rest to use
-it as a library (60).
+Read section 1 for the idea (10 minutes), to section 7 for the technique (55), and the rest to use
+it as a library (75).
 
 Run:      torchrun --nproc-per-node 2 compare.py     plants a mistake in a small model and finds it
           python compare.py                          the same; --idea finds it with section 1 alone
           python compare.py ONE MANY [--noise DIR] [--grid dp=2,tp=2] [--rename old=new]
 Paper:    Song et al. 2025, TTrace, arXiv 2506.09280, compares with one device, too
-See also: docs/compare.md has three examples; the test suite judges a class, and this a whole script
+See also: docs/compare.md has three examples; the test suite checks a class, and this a whole script
 Left out: modules under torch.compile; gradients of activations inside reentrant checkpoints;
           FSDP1's flat parameters; outputs of integers; outputs of a module that in one step
           differ in more than their first dimension
@@ -116,7 +116,7 @@ def first_difference(one, ranks, tolerance=1e-5):
         if layout == "wrong":
             return found or (name, layout)
         if layout == "sum":
-            found = (name, "the sum over the ranks is right: an all-reduce is missing")
+            found = found or (name, "the sum over the ranks is right: an all-reduce is missing")
         if layout == "same":
             found = None
     return found
@@ -249,7 +249,7 @@ class Recording:
         for index, leaf in enumerate(leaves):
             if torch.is_tensor(leaf) and leaf.is_floating_point():
                 if self.generator and leaf.grad_fn not in self.noted:
-                    # A product would be kept for backward, and a checkpoint counts what is kept.
+                    # leaf * noise would be kept for backward, and a checkpoint counts what is kept.
                     leaves[index] = leaf.clone()
                     leaves[index].data.mul_(noise_like(leaf, self.generator))
                 self.see(f"{name}[{index}]" if index else name, leaves[index])
@@ -387,7 +387,8 @@ def compare(one, many, grid=None, noise=(), rename=None):
     `grid`: {axis: number of ranks} or "dp=2,tp=2"; neighbouring ranks differ in the last axis.
     `noise`: directories of runs on one device with record(noise=…). `rename`: {old: new}.
     """
-    noise = [noise] if isinstance(noise, str | Path) else noise
+    if isinstance(noise, str | Path):
+        noise = [noise]
     runs = Runs([one, many, *noise], grid, rename)
     check_recordings(runs)
     comparison = Comparison(runs)
@@ -404,11 +405,14 @@ class Comparison:
     def __init__(self, runs):
         self.runs = runs
         self.permuted = set()  # names of parameters that start in another order
-        self.factors = {}  # {step: by what its gradients of activations are scaled}
+        # {step: by what its gradients of activations are scaled}: from judge(), for section 6
+        self.factors = {}
         self.alive = set()  # kinds of which some tensor is not zero; values, if one has changed
         self.shares = []  # how far noise moves the outputs of the first step, over their size
         self.flips = []  # keys of outputs of which noise moves a few rows altogether
-        self.doubts = {}  # {name of a parameter: the share of its gradient that may be rounding}
+        # {name of a parameter: the share of its gradient that may be rounding}: from measure(), for
+        # the parameter's value
+        self.doubts = {}
         self.coarsest = 0.0  # eps of the dtypes until now
         keys = sorted(runs.one["tensors"], key=lambda key: (key[0], KINDS.index(key[1])))
         self.results = [self.result_of(*key) for key in keys]
@@ -422,7 +426,7 @@ class Comparison:
             result.owner = self.runs.one["classes"].get(name, "")
         axes = self.runs.axes | {"micro-batches": 1}  # how many there are is not yet known
         may_be_permuted = name in self.permuted or kind not in ("gradient", "value")
-        if result.owner:
+        if result.owner:  # `classes` has modules and buffers, but no parameters
             kind = "buffer"
         # All calls of a module are compared together.
         ways = (torch.cat,) if one[0].dim() else (sum, mean)
@@ -492,7 +496,7 @@ class Comparison:
             is_lost = len(distances) < len(sample.noises)
             if is_lost or any(is_flip(each, sample.whole) for each in distances):
                 self.flips.append(key)
-            if key[0] == 0:
+            if not key[0]:  # in the first step
                 self.shares.append(moved / (sample.size or 1.0))
         return moved
 
@@ -503,11 +507,11 @@ class Comparison:
         result.error = fit.error
         result.scale = fit.scale
         is_wrong = fit.error > LIMIT or (result.kind == "gradient" and fit.scale != 1.0)
-        if "all" in fit.layout:
+        if "all" in fit.layout:  # orders() has sorted the rows of the joined tensor
             self.permuted.add(result.name)
         if result.kind == "backward" and not is_one_number and not is_wrong:
             result.scale /= self.factors.setdefault(result.step, fit.scale)
-            is_wrong = exact(1.01 * fit.scale) != fit.scale
+            is_wrong = exact(1.001 * fit.scale) != fit.scale  # it is no exact scale
         result.note = unfinished_in_words(fit.layout, is_one_number)
         result.state = "unfinished" if result.note else "right"
         if is_wrong:
@@ -636,7 +640,8 @@ def is_flip(distance, whole):
 #        same      every rank has it            sum, mean   of what the ranks have
 #        cat d     joined in dimension d        flat        joined as vectors, the rest cut off
 #        parts d   joined in dimension d, after each rank's tensor was cut: first all first pieces,
-#                  then all second ones (q, k, v in one matrix; in a zigzag these backward)
+#                  then all second ones (q, k, v in one matrix; in a zigzag these backward):
+#                  [q0 k0 v0] and [q1 k1 v1] make up [q0 q1 k0 k1 v0 v1]
 #
 #    `order d` is a layout after which dimension d is permuted.
 
@@ -644,7 +649,7 @@ def is_flip(distance, whole):
 @dataclass
 class Fit:
     error: float  # in units of rounding
-    layout: dict  # {axis: how}
+    layout: dict  # {axis: how}; the axis of an order is "all"
     scale: float  # of the ranks' tensor, over the one device's
     tensor: torch.Tensor  # what the ranks' tensors make up
     sample: "Sample"
@@ -875,7 +880,7 @@ def origin_of_scales(result, comparison):
     gradients = [each for each in of_step if each.kind == "gradient"]
     # A few gradients are zero but for rounding, and so are right with every scale.
     common = median_high(each.scale for each in gradients)
-    if exact(1.01 * common) != common:
+    if exact(1.001 * common) != common:  # it is no exact scale
         # If one gradient is wrong, so is their norm, and clipping scales all of them.
         for each in gradients:
             if each.state == "wrong" and abs(each.scale / common - 1) > 0.02:
@@ -1205,9 +1210,10 @@ def report(comparison, followers=4):
     if origin is None:
         return [*lines, "AGREE."]
     lines.append("DIFFER. The origin, and what follows:")
-    lines.append("> " + line_of(origin, comparison.runs.one["classes"]))
+    classes = comparison.runs.one["classes"]
+    lines.append("> " + line_of(origin, classes))
     wrong = [each for each in results if each.state == "wrong" and each.key != origin.key]
-    lines += ["  " + line_of(each, comparison.runs.one["classes"]) for each in wrong[:followers]]
+    lines += ["  " + line_of(each, classes) for each in wrong[:followers]]
     if len(wrong) > followers:
         lines.append(f"  and {len(wrong) - followers} more")
     return lines

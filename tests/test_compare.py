@@ -204,6 +204,14 @@ def test_without_noise_a_difference_cannot_be_judged(runs):
     assert "--noise" in refusal(runs / "one", runs / "many")
 
 
+@pytest.mark.parametrize("scale", [4.0, 50.0, 96.0])
+def test_gradients_that_are_a_whole_number_of_times_larger_are_scaled(scale, runs):
+    record_pair(runs / "many", scale=scale)
+    found = compare.compare(runs / "one", runs / "many", noise=[runs / "noise"])
+    states = {each.state for each in found.results if each.kind == "backward"}
+    assert states == {"right"}
+
+
 def test_several_ranks_are_no_single_device(runs):
     shutil.copy(runs / "one" / "rank0.pt", runs / "one" / "rank1.pt")
     assert "ONE has 2 ranks" in refusal(runs / "one", runs / "noise")
