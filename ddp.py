@@ -357,7 +357,7 @@ class DistributedDataParallel(Replica):
             device = self._buckets[0].flat.device
             inputs, kwargs = tree_map_only(torch.Tensor, lambda x: x.to(device), (inputs, kwargs))
         output = super().forward(*inputs, **kwargs)
-        if self.require_forward_param_sync:  # this forward's backward averages
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:  # its backward averages
             hook_outputs(self, output)
         return output
 

@@ -342,6 +342,28 @@ def test_a_backward_inside_the_forward_is_averaged():
     assert model.module.weight.grad.item() == 1.5
 
 
+class OwnTeacher(nn.Linear):
+    """Its forward calls its wrapper without gradients, as a teacher."""
+
+    wrappers = ()
+
+    def forward(self, x, is_teacher=False):
+        if not is_teacher:
+            with torch.no_grad():
+                self.wrappers[0](x, is_teacher=True)
+        return super().forward(x)
+
+
+@pool.on(2)
+def test_a_forward_without_gradients_inside_a_forward_changes_nothing():
+    model = wrap(OwnTeacher(1, 1))
+    model.module.wrappers = [model]
+    outputs = [model(one_input()), model(one_input())]
+    for output in outputs:
+        output.sum().backward()
+    assert model.module.weight.grad.item() == 3
+
+
 # ---- hooks of users
 
 
