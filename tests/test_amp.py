@@ -309,7 +309,9 @@ def test_the_technique_alone_trains_bitwise_as_its_subclass():
     masters = amp.MasterWeights(inner, BF16, amp.LossScaler(init_scale=8.0))
     for number in range(3):
         for each, stepper in [(model, optimizer), (alone, masters)]:
-            loss = loss_of(each(make_batch(0, number, BF16)).float())
+            batch = make_batch(0, number, BF16)
+            output = each(batch)
+            loss = loss_of(output.float())
             stepper.scale(loss).backward()
             stepper.clip_grad_norm_(0.1)
             stepper.step()

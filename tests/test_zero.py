@@ -537,7 +537,8 @@ class Lazy(nn.ModuleList):
 
 @pool.on(2)
 def test_a_module_may_return_an_iterator_over_outputs_of_its_modules():
-    model = nn.Sequential(Lazy([nn.Linear(6, 6), nn.Linear(6, 6)]))
+    layers = [nn.Linear(6, 6), nn.Linear(6, 6)]
+    model = nn.Sequential(Lazy(layers))
     plain = copy.deepcopy(model)
     optimizer = zero.Zero3(model, torch.optim.SGD, pool.group(), units=[model[0]], lr=0.1)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -643,7 +644,8 @@ def test_offloaded_masters_of_a_gpu_are_pinned(monkeypatch):
         pinned.append(tensor)
         return tensor
 
-    parameters = list(plain_model().parameters())
+    model = plain_model()
+    parameters = list(model.parameters())
     with fake_world(2, rank=0), monkeypatch.context() as patched:
         patched.setattr(torch.Tensor, "is_cuda", True)
         patched.setattr(torch.Tensor, "pin_memory", pin_memory)
@@ -655,7 +657,8 @@ def test_offloaded_masters_of_a_gpu_are_pinned(monkeypatch):
 
 
 def test_offloaded_masters_are_on_another_device_than_the_parameters():
-    parameters = list(plain_model().parameters())
+    model = plain_model()
+    parameters = list(model.parameters())
     with fake_world(2, rank=0):
         stays = zero.Bucket(parameters, None, None)
         moves = zero.Bucket(parameters, None, "meta")  # stands for another device
