@@ -327,7 +327,7 @@ class DistributedDataParallel(Replica):
         cap = bucket_cap_mb or 25
         # What ranks send depends on these.
         compared = [f"bucket_cap_mb={cap}", f"{broadcast_buffers=}", f"{find_unused_parameters=}"]
-        check_arguments(module, process_group, unsupported, compared)
+        check_arguments(module, process_group, others, unsupported, compared)
         super().__init__(module, process_group, cap, broadcast_buffers, gradient_as_bucket_view)
         self.device_ids = device_ids  # if given, inputs are moved to the device of the module
         self.find_unused_parameters = find_unused_parameters
@@ -551,13 +551,13 @@ def check_comm_hook(ddp):
         )
 
 
-def check_arguments(module, process_group, unsupported, compared):
+def check_arguments(module, process_group, others, unsupported, compared):
     """Raise an error if an argument or the module is not supported: on all ranks, if on one.
 
     Raise TypeError, on this rank, for an argument that PyTorch's class does not have. `compared`
     has what must be the same on all ranks, as text.
     """
-    inspect.signature(nn.parallel.DistributedDataParallel).bind(module, **unsupported)
+    inspect.signature(nn.parallel.DistributedDataParallel).bind(module, **others)
     set_names = [name for name, is_set in unsupported.items() if is_set]
     problems = [f"{name} is not supported by ddp.py; leave it out" for name in set_names]
     group = process_group or dist.group.WORLD
