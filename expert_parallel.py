@@ -371,7 +371,8 @@ def average_gradients(module, process_group=None, edp_group=None):
         gradients.append(parameter.grad)
     axes = list(zip(groups.axes, groups.divisors, strict=True))
     average(replicated, axes)
-    average(of_experts, axes[1:])  # over edp_group: run_experts() has divided them by N
+    if len(axes) > 1:  # run_experts() has divided them by N, but not by the size of edp_group
+        average(of_experts, axes[1:])
 
 
 def average(gradients, axes):

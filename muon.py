@@ -353,10 +353,7 @@ class Muon(torch.optim.Optimizer):
     # The library: see section 5.
 
     def __getstate__(self):  # of copy.deepcopy() and pickle
-        raise TypeError(
-            "Muon has a process group, so it cannot be copied: make one for the copied parameters, "
-            "and load state_dict()"
-        )
+        check_is_copied()
 
     def state_dict(self):
         return whole_state_dict(self)
@@ -365,9 +362,7 @@ class Muon(torch.optim.Optimizer):
         load_whole_state_dict(self, state_dict)
 
     def add_param_group(self, param_group):
-        if hasattr(self, "_owned"):
-            raise ValueError("the owners are chosen: give all parameter groups to the constructor")
-        super().add_param_group(param_group)
+        add_param_group(self, param_group)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -477,6 +472,12 @@ def load_whole_state_dict(optimizer, state_dict):
         del optimizer.state[parameter]
 
 
+def add_param_group(optimizer, param_group):
+    if hasattr(optimizer, "_owned"):
+        raise ValueError("the owners are chosen: give all parameter groups to the constructor")
+    torch.optim.Optimizer.add_param_group(optimizer, param_group)
+
+
 @torch.no_grad()
 def clip_grad_norm_(optimizer, max_norm, norm_type=2.0):
     """Clip by the norm of the ranks' mean gradient of the optimizer's matrices, and return it.
@@ -506,6 +507,13 @@ def clip_grad_norm_(optimizer, max_norm, norm_type=2.0):
     norm = torch.linalg.vector_norm(torch.stack(everyone), norm_type)
     torch.nn.utils.clip_grads_with_norm_(list(optimizer._options), max_norm, norm)
     return norm
+
+
+def check_is_copied():
+    raise TypeError(
+        "Muon has a process group, so it cannot be copied: make one for the copied parameters, and "
+        "load state_dict()"
+    )
 
 
 def check_matrices(optimizer):
