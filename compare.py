@@ -472,16 +472,19 @@ class Comparison:
         self.coarsest = max(self.coarsest, eps)
         coarse = self.coarsest * sample.size / 8
         root = math.sqrt(whole.numel() or 1)
-        # Noise may move none of a few numbers, by chance.
+        # Noise may move none of a few numbers, by chance. With `coarse`, an error of LIMIT units is
+        # at least the eps of the coarsest dtype in one number of typical size.
         unit = moved + eps * sample.size + coarse / root
         if kind == "gradient":
+            # Of an element: twice the rounding of a typical one, over the element. It is at most 2,
+            # because a gradient with the other sign changes the update by twice its size.
             doubt = 2 * (moved + coarse) / root / (whole.abs() + 1e-300)
             doubt = doubt.maximum(self.doubts.get(name, doubt)).clamp(max=2.0)
             self.doubts[name] = doubt.bfloat16()  # as they stay in memory
         if kind == "value":
             unit += eps * finite.abs().max().item()  # one number may be rounded otherwise
-            # Adam's step has the sign of the gradient, in later steps, too: if that may be only
-            # rounding, so may be twice the update.
+            # Adam's update has about the same size for small gradients, and in later steps, too. So
+            # where a gradient may be only rounding, its whole update may be.
             sample.slack = change.abs() * self.doubts.get(name, 0.0)
         sample.unit = unit or 1e-300
 
