@@ -472,12 +472,10 @@ class Comparison:
         self.coarsest = max(self.coarsest, eps)
         coarse = self.coarsest * sample.size / 8
         root = math.sqrt(whole.numel() or 1)
-        # Noise may move none of a few numbers, by chance. With `coarse`, an error of LIMIT units is
-        # at least the eps of the coarsest dtype in one number of typical size.
+        # Noise may move none of a few numbers, by chance. LIMIT times coarse / root is one eps.
         unit = moved + eps * sample.size + coarse / root
         if kind == "gradient":
-            # Of an element: twice the rounding of a typical one, over the element. It is at most 2,
-            # because a gradient with the other sign changes the update by twice its size.
+            # At most 2: a gradient with the other sign changes the update by twice its size.
             doubt = 2 * (moved + coarse) / root / (whole.abs() + 1e-300)
             doubt = doubt.maximum(self.doubts.get(name, doubt)).clamp(max=2.0)
             self.doubts[name] = doubt.bfloat16()  # as they stay in memory
